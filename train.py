@@ -1,12 +1,95 @@
+"""
+Train any model_*.py beside this file, on one process or many, on CPU or CUDA.
+
+    python train.py --preset nano                                   # two minutes on two CPU cores, embedded data
+    python train.py --model hc --n_layer 24 --n_embd 1024           # one GPU, DepthBench's recipe
+    torchrun --nproc_per_node 8 train.py --model hc --n_layer 70 --n_embd 640
+
+Writes out/<run_name>/: config.json, log.jsonl, ckpt.pt, and at the end result.json.
+Exit status: 0 finished, 1 error, 2 a flag that cannot be parsed, 3 diverged, 130 or 143 interrupted and saved.
+"""
 import ast
+import contextlib
+import dataclasses
+import difflib
 import importlib.util
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
 import sys
+import time
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 
+@dataclass
+class TrainConfig:
+    # run
+    model: str = "preln" # architecture, one of the names at the end of this help
+    preset: str = "" # nano: embedded data and a small model, two minutes on two CPU cores
+    out_dir: str = "out" # directory of the run directories
+    run_name: str = "" # run directory, empty: {model}-L{n_layer}-d{n_embd}-lr{learning_rate}-s{seed}
+    resume: bool = False # continue the run of this name: the same command plus --resume
+    seed: int = 0 # of the weights and of the data order
+    dry_run: str = "" # print sizes as JSON and stop; --dry_run -: one line of flags per line of stdin
+    # data
+    data: str = "data/fineweb_edu" # directory of token shards
+    # optimisation
+    optimizer: str = "adamw" # adamw, or muon: Muon on the hidden matrices, AdamW on the rest
+    learning_rate: float = 2e-3 # peak; the default is the architecture's own
+    min_lr_frac: float = 0.1 # final learning rate as a fraction of the peak
+    weight_decay: float = 0.1 # decoupled
+    beta1: float = 0.9 # Adam's first moment
+    beta2: float = 0.95 # Adam's second moment
+    eps: float = 1e-8 # Adam's denominator
+    grad_clip: float = 1.0 # global gradient norm, 0: off
+    muon_lr: float = 0.02 # peak of Muon's own learning rate
+    # schedule: one of tokens_per_param, tokens, steps
+    tokens_per_param: float = 20.0 # training tokens per parameter of Pre-LN at this shape
+    tokens: int = 0 # training tokens, 0: by tokens_per_param
+    steps: int = -1 # optimizer steps, -1: by tokens
+    warmup_frac: float = 0.1 # part of the steps with rising learning rate
+    # batch
+    batch_tokens: int = 1048576 # tokens per optimizer step, over all processes
+    micro_batch: int = 8 # sequences per process per pass, lowered to a divisor unless given
+    # evaluation and log
+    eval_every: int = 500 # steps between validations, 0: at the end only
+    eval_tokens: int = 10485760 # validation tokens, the same ones each time
+    log_every: int = 10 # steps between log lines
+    save_every: int = 500 # steps between checkpoints, 0: at the end only
+    layer_stats_every: int = 0 # steps between per-layer norms, variances and gradient norms, 0: never
+    wandb: bool = False # log to Weights & Biases too
+    # system
+    device: str = "auto" # cpu, cuda; auto: cuda where there is one
+    dtype: str = "auto" # float32 or bfloat16 (autocast, FP32 weights); auto: bfloat16 on cuda
+    compile: bool = None # torch.compile the blocks; default: on for cuda
+    fused: str = "auto" # on, off, auto: kernels.py where it is known to gain
+    ddp_backend: str = "auto" # nccl, gloo; auto: by device
+
+PRESETS = {"nano": dict(data="data/stdlib", vocab_size=320, block_size=256, n_layer=4, n_head=4, n_embd=128, steps=600, batch_tokens=8192,
+                        micro_batch=16, eval_every=100, eval_tokens=131072, save_every=200, log_every=20)}
+# what may differ between two commands for the same run
+NOT_THE_RUN = {"preset", "out_dir", "run_name", "resume", "dry_run", "micro_batch", "eval_every", "log_every", "save_every", "layer_stats_every", "wandb",
+               "device", "compile", "fused", "ddp_backend", "tokens_per_param", "tokens", "world_size", "versions", "commit", "command"}
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12} # dense BF16, for mfu
+
 def fail(message, code=1):
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 # -----------------------------------------------------------------------------
@@ -19,10 +102,11 @@ def find_models():
         try:
             body = ast.parse(path.read_text(encoding="utf-8")).body
             variants = next(ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign) and n.targets[0].id == "VARIANTS")
+            pairs = list(variants.items())
         except Exception as e:
             print(f"note: {path.name}: no VARIANTS could be read ({type(e).__name__}), left out", file=sys.stderr)
             continue
-        for name, overrides in variants.items():
+        for name, overrides in pairs:
             if name in found:
                 fail(f"--model: {name} is in {found[name][0].name} and in {path.name}; rename one of the two")
             found[name] = (path, overrides)
@@ -33,7 +117,11 @@ def load_module(path):
     if path.stem not in sys.modules:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as e:
+            del sys.modules[path.stem]
+            fail(f"{path.name}: {type(e).__name__}: {e}")
     return sys.modules[path.stem]
 
 def build(name, **fields):
@@ -42,3 +130,680 @@ def build(name, **fields):
     module = load_module(path)
     own = {k: v for k, v in overrides.items() if k in module.GPTConfig.__dataclass_fields__}
     return module.GPT(module.GPTConfig(**{**own, **fields}))
+
+# -----------------------------------------------------------------------------
+# Flags: TrainConfig plus the fields of the chosen model's GPTConfig
+
+def print_help(module, defaults, models):
+    print(__doc__)
+    for title, cls in (("", TrainConfig), (f"model {defaults['model']}\n", module.GPTConfig)):
+        print(title, end="")
+        for group, name, comment in re.findall(r"^    (?:# (.*)|(\w+): \w+ = [^#\n]*# (.*))$", inspect.getsource(cls), re.M):
+            print(group if group else f"  --{name:<20}{comment} [{defaults[name]}]")
+    print("models\n  " + " ".join(models))
+
+def convert(name, text, kind):
+    try:
+        if kind is bool:
+            return {None: True, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text and text.lower()]
+        if text is None:
+            fail(f"--{name}: needs a value", 2)
+        if kind is int:
+            value = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+            if value != int(value):
+                raise ValueError
+            return int(value)
+        if kind is float and not math.isfinite(float(text)):
+            raise ValueError
+        return kind(text)
+    except (ValueError, KeyError, OverflowError):
+        fail(f"--{name}: {text!r} is not {dict(bool='true or false', int='a whole number', float='a finite number')[kind.__name__]}", 2)
+
+def parse(argv):
+    # flags as typed -> cfg (every TrainConfig and GPTConfig field, by name) and the set of names that were typed
+    pairs, args = [], list(argv)
+    while args:
+        name, equals, text = args.pop(0).partition("=")
+        if name in ("-h", "--help"):
+            pairs.append(("help", None))
+        elif not name.startswith("--"):
+            fail(f"{name}: not a flag; write --name value", 2)
+        elif not equals and (not args or args[0].startswith("--")):
+            pairs.append((name[2:], "run" if name == "--dry_run" else None))
+        else:
+            pairs.append((name[2:], text if equals else args.pop(0)))
+    typed, models = dict(pairs), find_models()
+    if typed.get("preset", "") not in ("", *PRESETS):
+        fail(f"--preset: {typed['preset']} is not one of {', '.join(PRESETS)}")
+    name = typed.get("model", TrainConfig.model)
+    if name not in models:
+        near = difflib.get_close_matches(str(name), models, 1)
+        fail(f"--model: {name} is not one of {', '.join(models)}" + (f"; did you mean {near[0]}?" if near else ""))
+    module = load_module(models[name][0])
+    fields = {f.name: f for cls in (TrainConfig, module.GPTConfig) for f in dataclasses.fields(cls)}
+    values = {**{f.name: f.default for f in fields.values()}, **models[name][1], **PRESETS.get(typed.get("preset"), {}), "model": name}
+    if "help" in typed:
+        print_help(module, values, models)
+        raise SystemExit(0)
+    given = {}
+    for key, text in pairs:
+        no, key = key.startswith("no-"), key.removeprefix("no-")
+        if key not in fields or no and (fields[key].type is not bool or text is not None):
+            near = difflib.get_close_matches(key.replace("-", "_"), fields, 1)
+            owners = [m for m, (path, _) in models.items() if re.search(rf"^    {re.escape(key)}: \w+ = ", path.read_text(encoding="utf-8"), re.M)]
+            hint = f"--model {name} has no such field, {', '.join(owners)} has" if owners else f"did you mean --{near[0]}?" if near else "see --help"
+            fail(f"--{'no-' * no}{key}: unknown flag; {hint}", 2)
+        if key in given:
+            fail(f"--{key}: given twice", 2)
+        given[key] = convert(key, "false" if no else text, fields[key].type)
+    lengths = [k for k in ("tokens_per_param", "tokens", "steps") if k in given]
+    if len(lengths) > 1:
+        fail(f"--{lengths[1]}: excludes --{lengths[0]}; give one of the two", 2)
+    if lengths: # the command line beats the preset
+        values.update(tokens=0, steps=-1)
+    return SimpleNamespace(**{**values, **given}), set(given)
+
+def check(cfg):
+    choices = dict(optimizer=("adamw", "muon"), device=("auto", "cpu", "cuda"), dtype=("auto", "float32", "bfloat16"), fused=("auto", "on", "off"),
+                   ddp_backend=("auto", "nccl", "gloo"), dry_run=("", "run", "-"))
+    for name, allowed in choices.items():
+        if getattr(cfg, name) not in allowed:
+            fail(f"--{name}: {getattr(cfg, name)} is not one of {', '.join(filter(None, allowed))}" + (" (mps was never tried)" if name == "device" else ""))
+    for name in ("learning_rate", "weight_decay", "grad_clip", "muon_lr", "tokens", "eval_every", "save_every", "layer_stats_every", "seed"):
+        if getattr(cfg, name) < 0:
+            fail(f"--{name}: {getattr(cfg, name)} is negative")
+    for name in ("batch_tokens", "micro_batch", "eval_tokens", "log_every", "tokens_per_param", "eps"):
+        if getattr(cfg, name) <= 0:
+            fail(f"--{name}: {getattr(cfg, name)} is not positive")
+    for name in ("min_lr_frac", "warmup_frac", "beta1", "beta2"):
+        if not 0 <= getattr(cfg, name) <= 1 or name[:4] == "beta" and getattr(cfg, name) == 1:
+            fail(f"--{name}: {getattr(cfg, name)} is not between 0 and 1")
+    if cfg.steps < -1:
+        fail(f"--steps: {cfg.steps} is negative")
+    if cfg.seed >= 2**63:
+        fail(f"--seed: {cfg.seed} is not below 2**63")
+    if not cfg.out_dir:
+        fail("--out_dir: is empty")
+    if cfg.run_name and Path(cfg.run_name).name != cfg.run_name:
+        fail(f"--run_name: {cfg.run_name} is not the name of one directory")
+
+def settle(cfg, given, world_size=1):
+    # fills in what the flags leave open; returns the model on the meta device. Ends the program on a value that makes no sense
+    check(cfg)
+    cfg.device = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cfg.device == "cuda" else "float32"
+    cfg.compile = cfg.device == "cuda" if cfg.compile is None else cfg.compile
+    cfg.ddp_backend = cfg.ddp_backend if cfg.ddp_backend != "auto" else "nccl" if cfg.device == "cuda" else "gloo"
+    if "cuda" in (cfg.device, cfg.ddp_backend.replace("nccl", "cuda")) and not (cfg.dry_run or torch.cuda.is_available()):
+        fail(f"--{'device: cuda' if cfg.device == 'cuda' else 'ddp_backend: nccl'} needs a CUDA device, and torch {torch.__version__} finds none")
+    meta = read_meta(cfg.data)
+    cfg.tokenizer = meta.get("tokenizer", "gpt2")
+    if "vocab_size" not in given and "vocab_size" in meta:
+        cfg.vocab_size = -(-meta["vocab_size"] // 64) * 64
+    module = load_module(find_models()[cfg.model][0])
+    names = [f.name for f in dataclasses.fields(module.GPTConfig)]
+    try:
+        with torch.device("meta"):
+            model = module.GPT(module.GPTConfig(**{k: getattr(cfg, k) for k in names}))
+    except ValueError as e:
+        fail(f"--{e}")
+    vars(cfg).update(dataclasses.asdict(model.config))
+    if cfg.batch_tokens % (cfg.block_size * world_size):
+        fail(f"--batch_tokens: {cfg.batch_tokens} is not a multiple of block_size {cfg.block_size} x {world_size} process{'es' * (world_size > 1)}")
+    per_rank = cfg.batch_tokens // cfg.block_size // world_size
+    if "micro_batch" in given and per_rank % cfg.micro_batch:
+        fail(f"--micro_batch: {cfg.micro_batch} does not divide the {per_rank} sequences that a process takes per step")
+    cfg.micro_batch = next(m for m in range(min(cfg.micro_batch, per_rank), 0, -1) if per_rank % m == 0)
+    if cfg.steps < 0:
+        cfg.steps = max(1, round((cfg.tokens or cfg.tokens_per_param * preln_params(cfg)) / cfg.batch_tokens))
+    cfg.tokens = cfg.steps * cfg.batch_tokens
+    cfg.run_name = cfg.run_name or f"{cfg.model}-L{cfg.n_layer}-d{cfg.n_embd}-lr{cfg.learning_rate:g}-s{cfg.seed}"
+    return model
+
+def preln_params(c):
+    d_kv = c.n_kv_head * c.n_embd // c.n_head
+    return 2 * c.vocab_size * c.n_embd + c.n_layer * (2 * c.n_embd**2 + 2 * c.n_embd * d_kv + 3 * c.n_embd * c.d_ff + 2 * c.n_embd) + c.n_embd
+
+def lr_at(step, cfg, peak):
+    # linear warm-up over W steps, then cosine: above 0 at step 0, peak at W-1, exactly peak * min_lr_frac at the last step
+    W = max(1, round(cfg.warmup_frac * cfg.steps))
+    if step < W:
+        return peak * (step + 1) / W
+    low = peak * cfg.min_lr_frac
+    return low + (peak - low) * (1 + math.cos(math.pi * (step - W + 1) / (cfg.steps - W))) / 2
+
+# -----------------------------------------------------------------------------
+# Data: shards of token ids, cut into windows of T+1 tokens with stride T
+
+HEADERS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")} # (magic, version) -> ids
+
+def read_meta(data):
+    # meta.json of a data directory, {} where there is none
+    path = Path(data) / "meta.json"
+    if not path.is_file():
+        return {}
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(meta, dict) and isinstance(meta["vocab_size"], int) and meta["vocab_size"] > 0 and isinstance(meta["tokenizer"], str):
+            return meta
+    except (OSError, ValueError, KeyError):
+        pass
+    fail(f"{path}: is not the meta.json that prepare_fineweb.py writes; run it again")
+
+def open_shard(path):
+    # (dtype, byte offset, tokens) of one shard: llm.c's header, or nanoGPT's bare uint16
+    size = path.stat().st_size
+    head = np.fromfile(path, "<i4", 256)
+    if head.size == 256 and not head[3:].any():
+        if tuple(head[:2].tolist()) not in HEADERS:
+            fail(f"{path}: magic {head[0]} version {head[1]} is not {' or '.join(map(str, HEADERS))}")
+        dtype, count = HEADERS[tuple(head[:2].tolist())], int(head[2])
+        if size != 1024 + count * dtype.itemsize:
+            fail(f"{path}: header says {count} tokens of {dtype.itemsize} bytes, the file holds {(size - 1024) / dtype.itemsize:g}; make it again")
+        return dtype, 1024, count
+    ids = np.fromfile(path, "<u2", 4096)
+    if size % 2 or ids.size > 1 and ids[::2].any() and not ids[1::2].any():
+        fail(f"{path}: {size} bytes without a header are not 2-byte token ids")
+    return np.dtype("<u2"), 0, size // 2
+
+class Loader:
+    """Windows of one split ("train" or "val") of a data directory. Which windows a step sees depends on (seed, step) alone."""
+
+    def __init__(self, data, split, block_size, seed=0):
+        self.T, self.seed, self.epoch, meta = block_size, seed, -1, read_meta(data)
+        if meta and meta.get("complete") is not True:
+            fail(f"{data}: meta.json does not say complete; run prepare_fineweb.py again, it continues")
+        paths = sorted(Path(data).glob(f"*{split}*.bin"))
+        if not paths:
+            source = "stdlib" if Path(data).name == "stdlib" else "fineweb_edu"
+            fail(f"--data: no {split} shards in {Path(data).absolute()}; prepare them: python prepare_fineweb.py --source {source} --out_dir {shlex.quote(str(data))}")
+        try:
+            self.shards = [(path, *open_shard(path)) for path in paths]
+        except OSError as e:
+            fail(f"{e.filename}: {e.strerror}")
+        shards = meta.get("shards", {})
+        for name, tokens in {k: v for k, v in shards.items() if split in k}.items():
+            if dict((p.name, n) for p, _, _, n in self.shards).get(name) != tokens:
+                fail(f"{Path(data) / name}: meta.json says {tokens} tokens, the file is missing or another; run prepare_fineweb.py again")
+        self.first = np.cumsum([0] + [max(0, n - 1) // block_size for *_, n in self.shards]) # number of the first window of each shard
+        if not len(self):
+            fail(f"{paths[0]}: the {split} split has no {block_size + 1} tokens in a row (block_size + 1); its longest shard has {max(n for *_, n in self.shards)}")
+
+    def __len__(self):
+        return int(self.first[-1])
+
+    def check_ids(self, vocab_size):
+        # every id of every shard; a progress bar where it takes long
+        for path, dtype, offset, n in tqdm(self.shards, desc="checking ids", disable=None if len(self.shards) > 9 else True):
+            for start in range(0, n if vocab_size < 2 ** (8 * dtype.itemsize) else 0, 1 << 24):
+                ids = np.fromfile(path, dtype, min(1 << 24, n - start), offset=offset + start * dtype.itemsize)
+                if ids.size and ids.max() >= vocab_size:
+                    i = int((ids >= vocab_size).argmax())
+                    fail(f"{path}: token {start + i} is {ids[i]}, not below vocab_size {vocab_size}; give --vocab_size or the right --data")
+
+    def order(self, start, n):
+        # the n windows from position `start` of an endless sequence of seeded permutations, one per epoch
+        out = []
+        for i in range(start, start + n):
+            if i // len(self) != self.epoch:
+                self.epoch = i // len(self)
+                self.perm = np.random.default_rng((self.seed, self.epoch)).permutation(np.arange(len(self), dtype=np.uint32))
+            out.append(int(self.perm[i % len(self)]))
+        return out
+
+    def batch(self, windows):
+        # windows: numbers below len(self) -> x, y: (B, T) int64, y one token ahead
+        rows = np.empty((len(windows), self.T + 1), np.int64)
+        for row, w in zip(rows, windows):
+            s = int(np.searchsorted(self.first, w, side="right")) - 1
+            path, dtype, offset, _ = self.shards[s]
+            try:
+                ids = np.fromfile(path, dtype, self.T + 1, offset=offset + (w - int(self.first[s])) * self.T * dtype.itemsize)
+                row[:] = ids
+            except (OSError, ValueError) as e:
+                fail(f"{path}: window {w} can no longer be read ({e}); the file changed during the run")
+        rows = torch.from_numpy(rows)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+# -----------------------------------------------------------------------------
+# Muon
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, then the nearest semi-orthogonal matrix by five Newton-Schulz steps (Jordan et al., 2024). For hidden matrices only.
+
+    Same-shape matrices go through one batched product, in bf16 on CUDA and FP32 on CPU; each process does its share of them.
+    """
+
+    def __init__(self, params, lr=0.02, momentum=0.95, weight_decay=0.1):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+    @staticmethod
+    def orthogonalise(X, steps=5):
+        # X: (n, rows, cols), each matrix brought to singular values near 1
+        tall = X.size(1) > X.size(2)
+        X = X.mT if tall else X
+        X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-20)
+        for _ in range(steps):
+            A = X @ X.mT # (n, r, r), r the shorter side
+            B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315) # b A + c A A
+            X = torch.baddbmm(X, B, X, beta=3.4445) # a X + B X
+        return X.mT if tall else X
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            shapes = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    shapes.setdefault(p.shape, []).append(p)
+            for (rows, cols), ps in shapes.items():
+                for p in ps:
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                bufs, grads = [self.state[p]["momentum_buffer"] for p in ps], [p.grad for p in ps]
+                torch._foreach_lerp_(bufs, grads, 1 - group["momentum"])
+                share = -(-len(ps) // self.world) # matrices per process, the last share padded
+                mine = range(self.rank * share, min((self.rank + 1) * share, len(ps)))
+                out = grads[0].new_zeros(share, rows, cols)
+                if len(mine):
+                    nesterov = torch.stack([grads[i].lerp(bufs[i], group["momentum"]) for i in mine]) # (share, rows, cols)
+                    out[:len(mine)] = self.orthogonalise(nesterov.bfloat16() if out.is_cuda else nesterov)
+                if self.world > 1:
+                    gathered = out.new_empty(self.world * share, rows, cols)
+                    dist.all_gather_into_tensor(gathered, out)
+                    out = gathered
+                torch._foreach_mul_(ps, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(ps, list(out[:len(ps)].unbind()), alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
+
+def make_optimizers(model, cfg):
+    # every parameter in exactly one; the peak learning rate travels in the group
+    groups = model.param_groups()
+    assert sorted(map(id, sum(groups.values(), []))) == sorted(map(id, model.parameters())), "param_groups must name every parameter once"
+    optimizers = []
+    if cfg.optimizer == "muon":
+        optimizers.append(Muon([dict(params=groups.pop("matrix"), peak=cfg.muon_lr)], cfg.muon_lr, weight_decay=cfg.weight_decay))
+    no_decay = groups.pop("no_decay")
+    parts = [dict(params=sum(groups.values(), []), weight_decay=cfg.weight_decay), dict(params=no_decay, weight_decay=0.0)]
+    parts = [dict(p, peak=cfg.learning_rate) for p in parts if p["params"]]
+    optimizers.append(torch.optim.AdamW(parts, cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.eps, fused=True))
+    return optimizers
+
+# -----------------------------------------------------------------------------
+# Run directory: config.json, log.jsonl, ckpt.pt, result.json
+
+def write_atomic(path, write):
+    # write(file) under a temporary name, flushed to the disk, then renamed: a reader sees the old file or the new one
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        with open(tmp, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as e: # torch.save reports a full disk as a RuntimeError
+        with contextlib.suppress(OSError):
+            tmp.unlink()
+        fail(f"{path}: cannot be written ({str(e).splitlines()[0]}); an earlier one is untouched")
+
+def write_json(path, value):
+    write_atomic(path, lambda f: f.write((json.dumps(value, indent=1) + "\n").encode()))
+
+def read_json(path):
+    # the object in a JSON file, {} where there is none or where it is broken
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+def same_run(cfg, old):
+    return all(old.get(k) == v for k, v in vars(cfg).items() if k not in NOT_THE_RUN)
+
+def status_of(cfg):
+    # "finished" or "diverged" where the run directory holds the result of this very run, else None
+    run = Path(cfg.out_dir) / cfg.run_name
+    status = read_json(run / "result.json").get("status")
+    return status if status in ("finished", "diverged") and same_run(cfg, read_json(run / "config.json")) else None
+
+def read_checkpoint(path):
+    # the dict that train.py saved; prefixes of DDP and torch.compile are taken off the weights
+    path = Path(path)
+    path = path / "ckpt.pt" if path.is_dir() else path
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True) # never runs code from the file
+        for part in ("model", "config"):
+            if not isinstance(ckpt[part], dict):
+                raise KeyError(part)
+        ckpt["model"] = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in ckpt["model"].items()}
+    except FileNotFoundError:
+        fail(f"{path}: no such checkpoint; train one with train.py")
+    except KeyError as e:
+        fail(f"{path}: has no part {e}; it is not a checkpoint of train.py")
+    except Exception as e:
+        fail(f"{path}: cannot be read as a checkpoint ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'damaged'})")
+    return ckpt
+
+def load_checkpoint(path):
+    """(model, checkpoint) of a run directory or a ckpt.pt: weights in place, on the CPU, in eval mode; checkpoint["config"] is the run's config."""
+    ckpt = read_checkpoint(path)
+    name, models = ckpt["config"].get("model"), find_models()
+    if name not in models:
+        fail(f"{path}: its model {name!r} is in no model_*.py here")
+    fields = {f.name for f in dataclasses.fields(load_module(models[name][0]).GPTConfig)}
+    try:
+        model = build(name, **{k: v for k, v in ckpt["config"].items() if k in fields})
+        model.load_state_dict(ckpt["model"])
+    except Exception as e:
+        fail(f"{path}: does not fit model {name} ({' '.join(str(e).split())[:200]})")
+    return model.eval(), ckpt
+
+def resume(run, cfg, model, optimizers):
+    # checkpoint of the run into model and optimizers -> (step, seconds); what may not differ is refused, what may is announced
+    if not (run / "ckpt.pt").exists():
+        print(f"resume: {run} has no checkpoint yet, starting at step 0")
+        return 0, 0.0
+    ckpt = read_checkpoint(run / "ckpt.pt")
+    missing = [k for k in ("optimizers", "step", "seconds", "rng") if k not in ckpt]
+    if missing:
+        fail(f"{run / 'ckpt.pt'}: cannot be resumed, it lacks {', '.join(missing)}")
+    old, own = ckpt["config"], {f.name for f in dataclasses.fields(model.config)}
+    changed = {k: (old.get(k), v) for k, v in vars(cfg).items() if k not in NOT_THE_RUN and old.get(k) != v}
+    fixed = {k: v for k, v in changed.items() if k in own | {"model", "optimizer", "seed", "batch_tokens"}}
+    if fixed:
+        fail("--resume: " + ", ".join(f"{k} is {was} in the checkpoint, {now} here" for k, (was, now) in fixed.items()))
+    for k, (was, now) in changed.items():
+        print(f"resume: {k} {now} (was {was})")
+    if ckpt["step"] > cfg.steps:
+        fail(f"--steps: {cfg.steps} is less than the {ckpt['step']} that the checkpoint has behind it")
+    try:
+        model.load_state_dict(ckpt["model"])
+        for optimizer, state in zip(optimizers, ckpt["optimizers"], strict=True):
+            for now, was in zip(optimizer.param_groups, state["param_groups"], strict=True): # hyper-parameters come from the flags, state from the file
+                was.update({k: v for k, v in now.items() if k != "params"})
+            optimizer.load_state_dict(state)
+        torch.set_rng_state(ckpt["rng"])
+    except Exception as e:
+        fail(f"{run / 'ckpt.pt'}: does not fit ({' '.join(str(e).split())[:200]})")
+    lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True) if (run / "log.jsonl").exists() else []
+    kept = [x for x in lines if (m := re.match(rb'\{"step": (\d+)', x)) and int(m[1]) <= ckpt["step"] and x.endswith(b"\n")]
+    write_atomic(run / "log.jsonl", lambda f: f.writelines(kept)) # what the lost steps had logged will be logged again
+    return ckpt["step"], ckpt["seconds"]
+
+# -----------------------------------------------------------------------------
+# Sizes, without allocating anything
+
+def activation_bytes(model, cfg):
+    # what autograd keeps for one micro-batch, counted on the meta device
+    seen = {p.untyped_storage()._cdata: 0 for p in model.parameters()}
+    keep = [] # storages stay alive, so that their addresses stay their names
+    def pack(t):
+        keep.append(t)
+        seen.setdefault(t.untyped_storage()._cdata, t.untyped_storage().nbytes())
+        return t
+    idx = torch.zeros(cfg.micro_batch, cfg.block_size, dtype=torch.int64, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(idx, idx)
+    return sum(seen.values())
+
+def dry_run(argv, activations=True):
+    cfg, given = parse(argv)
+    model = settle(cfg, given, int(os.environ.get("WORLD_SIZE", 1)))
+    n, T, V, d = model.num_params(), cfg.block_size, cfg.vocab_size, cfg.n_embd
+    matrix = sum(p.numel() for p in model.param_groups()["matrix"]) if cfg.optimizer == "muon" else 0
+    out = dict(model=cfg.model, n_params=n, n_params_backbone=n - 2 * V * d, n_params_embedding=2 * V * d, n_params_depth=n - preln_params(cfg),
+               flops_forward=model.flops(T), flops_prefill=model.flops(T) - 2 * (T - 1) * d * V, tokens_per_step=cfg.batch_tokens, steps=cfg.steps,
+               tokens=cfg.tokens, learning_rate=cfg.learning_rate, bytes_weights=4 * n, bytes_optimizer=8 * n - 4 * matrix,
+               bytes_activations=activation_bytes(model, cfg) if activations else None, out_dir=cfg.out_dir, run_name=cfg.run_name, status=status_of(cfg))
+    print(json.dumps(out), flush=True)
+
+def dry_runs(argv):
+    # one line of flags per line of stdin, one JSON (or {"error": ...}) per line of stdout, all in this process
+    status = 0
+    for line in sys.stdin:
+        err, stderr = StringIO(), sys.stderr
+        sys.stderr = err
+        try:
+            dry_run([*argv, *shlex.split(line)], activations=False)
+        except (SystemExit, ValueError) as e:
+            if isinstance(e, ValueError) or e.code:
+                status = 1
+                print(json.dumps({"error": err.getvalue().strip() or f"error: {e}"}), flush=True)
+        finally:
+            sys.stderr = stderr
+    return status
+
+# -----------------------------------------------------------------------------
+# Training
+
+def autocast(cfg):
+    return torch.autocast(cfg.device, torch.bfloat16) if cfg.dtype == "bfloat16" else contextlib.nullcontext()
+
+@torch.no_grad()
+def validate(model, loader, cfg, rank=0, world=1):
+    # mean loss over the first eval_tokens of the split, the same windows whatever the run and the number of processes
+    n = min(len(loader), max(1, cfg.eval_tokens // cfg.block_size))
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(rank * cfg.micro_batch, n, world * cfg.micro_batch):
+        x, y = loader.batch(range(i, min(i + cfg.micro_batch, n)))
+        with autocast(cfg):
+            total += model(x.to(cfg.device), y.to(cfg.device))[1].double().cpu() * len(x)
+    total = total.to(cfg.device, torch.float64)
+    if world > 1:
+        dist.all_reduce(total)
+    return total.item() / n
+
+def layer_stats(model, cfg, x, y):
+    # per block: norm and variance of hidden, and the gradient norm of what the block added to the state
+    parts = lambda s: list(s) if isinstance(s, tuple) else [s]
+    with autocast(cfg):
+        states = [model.begin(model.embed(x))]
+        for block in model.h:
+            states.append(block(states[-1]))
+        loss = model.head(model.readout(states[-1]), y)[1]
+    hidden = [model.hidden(s, l).detach().double() for l, s in enumerate(states)][1:]
+    new = [[t for t in parts(s) if torch.is_tensor(t) and not any(t is u for u in parts(r))] for r, s in zip(states, states[1:])]
+    grads = iter(torch.autograd.grad(loss, sum(new, []), allow_unused=True))
+    return dict(norm=[h.norm(dim=-1).mean().item() for h in hidden], variance=[h[:, 1:].var().item() for h in hidden],
+                grad_norm=[sum(g.double().square().sum().item() for _, g in zip(n, grads) if g is not None) ** 0.5 for n in new])
+
+def speed_up(model, cfg):
+    # kernels.py and torch.compile, each in place; depth mixing stays outside the compiled part
+    module, fused = sys.modules[type(model).__module__], False
+    if cfg.fused != "off":
+        import kernels
+        fused = cfg.fused == "on" or kernels.gains(module, cfg.device)
+        if fused:
+            kernels.fuse(module)
+    if cfg.compile:
+        whole = not fused and not getattr(module, "GROWS", False)
+        for block in model.h:
+            for part in [block] if whole else [block.mlp] if hasattr(module, "depth_attention") else [block.attn, block.mlp]:
+                part.compile()
+
+def train(cfg, run, model, data, val, rank, world):
+    # the loop: returns the exit status
+    optimizers = make_optimizers(model, cfg)
+    step, seconds = resume(run, cfg, model, optimizers) if cfg.resume else (0, 0.0)
+    speed_up(model, cfg)
+    net = DistributedDataParallel(model) if world > 1 else model
+    sequences = cfg.batch_tokens // cfg.block_size
+    accum = sequences // world // cfg.micro_batch
+    caught, val_loss, status = [], None, "finished"
+    before = {s: signal.signal(s, lambda s, _: (caught.append(s), signal.signal(s, signal.SIG_DFL))) for s in (signal.SIGINT, signal.SIGTERM)}
+    log, board = (open(run / "log.jsonl", "a", encoding="utf-8") if rank == 0 else None), start_wandb(cfg) if cfg.wandb and rank == 0 else None
+    def write(**line): # one object a line, for programs
+        if rank == 0:
+            print(json.dumps(line), file=log, flush=True)
+            if board:
+                board.log(line, step=line["step"])
+    def save():
+        if rank == 0:
+            part = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step, seconds=seconds, rng=torch.get_rng_state(), config=vars(cfg))
+            write_atomic(run / "ckpt.pt", lambda f: torch.save(part, f))
+    bar = tqdm(total=cfg.steps, initial=step, desc=cfg.run_name, disable=None if rank == 0 else True, dynamic_ncols=True)
+    while True:
+        last = step == cfg.steps
+        if last or cfg.eval_every and step % cfg.eval_every == 0: # the clock stands still
+            val_loss = validate(model, val, cfg, rank, world)
+            write(step=step, val_loss=val_loss, tokens=step * cfg.batch_tokens)
+            if rank == 0:
+                tqdm.write(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}")
+        if rank == 0 and cfg.layer_stats_every and step % cfg.layer_stats_every == 0:
+            write(step=step, layer_stats=layer_stats(model, cfg, *(t.to(cfg.device) for t in val.batch(range(min(cfg.micro_batch, len(val)))))))
+        if last or cfg.save_every and step and step % cfg.save_every == 0:
+            save()
+        if last:
+            break
+        start, total = time.perf_counter(), torch.zeros(2, device=cfg.device) # loss, signals
+        windows = data.order(step * sequences + rank * accum * cfg.micro_batch, accum * cfg.micro_batch)
+        for micro in range(accum):
+            x, y = (t.to(cfg.device, non_blocking=True) for t in data.batch(windows[micro * cfg.micro_batch:(micro + 1) * cfg.micro_batch]))
+            # gradients are averaged over the processes on the last micro-step only
+            with net.no_sync() if world > 1 and micro < accum - 1 else contextlib.nullcontext():
+                with autocast(cfg):
+                    loss = net(x, y)[1] / accum
+                loss.backward()
+            total[0] += loss.detach() / world
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+        total[1] = len(caught)
+        if world > 1:
+            dist.all_reduce(total) # every process sees the same loss and the same wish to stop
+        loss, stop = total.tolist()
+        if not math.isfinite(loss) or not math.isfinite(norm.item()):
+            status = "diverged"
+            break
+        lr = lr_at(step, cfg, cfg.learning_rate)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr_at(step, cfg, group["peak"])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step, took = step + 1, time.perf_counter() - start
+        seconds += took
+        bar.update()
+        if step % cfg.log_every == 0 or step == cfg.steps:
+            report(cfg, model, step, loss, lr, norm.item(), took, world, write, rank)
+        if stop and step < cfg.steps:
+            save()
+            break
+    bar.close()
+    for s, handler in before.items():
+        signal.signal(s, handler)
+    if step < cfg.steps and status == "finished":
+        if rank == 0:
+            print(f"stopped at step {step}, saved; the same command with --resume continues", file=sys.stderr)
+        return 128 + (caught[0] if caught else signal.SIGTERM)
+    if rank == 0:
+        finish(cfg, run, model, status, step, loss if status == "diverged" else None, val_loss, seconds, world)
+    return 0 if status == "finished" else 3
+
+def report(cfg, model, step, loss, lr, norm, took, world, write, rank):
+    # the line for people, and the same as an object
+    rate = cfg.batch_tokens / took
+    line = f"step {step}/{cfg.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | {took * 1e3:.0f} ms | {f'{rate / 1e6:.2f}M' if rate > 1e6 else f'{rate:.0f}'} tok/s"
+    peak = next((v for k, v in PEAK_FLOPS.items() if cfg.device == "cuda" and k in torch.cuda.get_device_name()), 0)
+    if peak:
+        line += f" | mfu {3 * model.flops(cfg.block_size) / cfg.block_size * rate / peak / world:.1%}"
+    write(step=step, loss=loss, lr=lr, grad_norm=norm, ms=took * 1e3, tok_per_s=rate, tokens=step * cfg.batch_tokens)
+    if rank == 0:
+        tqdm.write(line)
+
+def finish(cfg, run, model, status, step, bad_loss, val_loss, seconds, world):
+    if cfg.device == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        import resource # of Unix only
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    n, tokens = model.num_params(), step * cfg.batch_tokens
+    write_json(run / "result.json", dict(status=status, step=step, val_loss=val_loss, tokens=tokens, seconds=seconds, tok_per_s=tokens / max(seconds, 1e-9),
+               peak_memory=peak, n_params=n, n_params_depth=n - preln_params(cfg), world_size=world, **{k: getattr(cfg, k) for k in ("model", "n_layer", "n_embd", "learning_rate", "seed")}))
+    if status == "diverged":
+        print(f"error: diverged at step {step}: loss {bad_loss}; the last checkpoint is untouched; try a lower --learning_rate", file=sys.stderr)
+    else:
+        print(f"finished: val loss {val_loss:.4f}, {seconds:.0f} s, checkpoint in {run / 'ckpt.pt'}")
+
+def start_wandb(cfg):
+    try:
+        import wandb
+    except ImportError:
+        fail("--wandb: the package wandb is not installed; pip install wandb")
+    return wandb.init(project="nanodepth", name=cfg.run_name, config=vars(cfg), resume="allow")
+
+def open_run(cfg):
+    # the run directory, made or found; the exit status instead where there is nothing left to do
+    run = Path(cfg.out_dir) / cfg.run_name
+    if status_of(cfg):
+        print(f"already {status_of(cfg)}: {run}")
+        return run, 0 if status_of(cfg) == "finished" else 3
+    old = read_json(run / "config.json")
+    if cfg.resume and not old:
+        fail(f"--resume: there is no run in {run}")
+    if old and not cfg.resume:
+        other = [f"{k} {old.get(k)} there, {v} here" for k, v in vars(cfg).items() if k not in NOT_THE_RUN and old.get(k) != v]
+        fail(f"--run_name: {run} holds " + (f"another run ({'; '.join(other[:4])}); choose another --run_name" if other else "this run, unfinished; add --resume to continue it"))
+    return run, None
+
+def write_config(cfg, run):
+    # everything that made the run, before its first step; also the proof that the directory can be written
+    git = subprocess.run(["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True)
+    cfg.versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    cfg.commit, cfg.command = git.stdout.strip(), shlex.join(sys.argv)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "result.json").unlink(missing_ok=True) # a longer schedule than the finished one
+    except OSError as e:
+        fail(f"--out_dir: {run}: {e.strerror}")
+    write_json(run / "config.json", vars(cfg))
+
+def main(argv=None):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    cfg, given = parse(argv)
+    if cfg.dry_run == "-":
+        return dry_runs([a for a in argv if a not in ("--dry_run", "-", "--dry_run=-")])
+    if cfg.dry_run:
+        return dry_run(argv)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    sys.stdout.reconfigure(line_buffering=True)
+    if cfg.preset == "nano" and rank == 0 and not (Path(cfg.data) / "meta.json").exists() and "data" not in given:
+        import prepare_fineweb
+        prepare_fineweb.main(["--source", "stdlib", "--out_dir", cfg.data])
+    if world > 1: # the others wait here for the data
+        dist.init_process_group("gloo" if cfg.ddp_backend == "gloo" or not torch.cuda.is_available() else "nccl")
+    try:
+        settle(cfg, given, world)
+        if cfg.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            torch.set_float32_matmul_precision("high")
+        data, val = Loader(cfg.data, "train", cfg.block_size, cfg.seed), Loader(cfg.data, "val", cfg.block_size)
+        if rank == 0:
+            data.check_ids(cfg.vocab_size)
+            val.check_ids(cfg.vocab_size)
+        run, status = open_run(cfg)
+        if world > 1:
+            dist.barrier()
+        if status is not None:
+            return status
+        if rank == 0:
+            write_config(cfg, run)
+        if world > 1:
+            dist.barrier()
+        torch.manual_seed(cfg.seed)
+        fields = {f.name for f in dataclasses.fields(load_module(find_models()[cfg.model][0]).GPTConfig)}
+        model = build(cfg.model, **{k: v for k, v in vars(cfg).items() if k in fields}).to(cfg.device)
+        if rank == 0:
+            announce(cfg, model, data, world)
+        return train(cfg, run, model, data, val, rank, world)
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+def announce(cfg, model, data, world):
+    sizes = {k: sum(p.numel() for p in ps) for k, ps in model.param_groups().items()}
+    depth = model.num_params() - preln_params(cfg)
+    print(f"{cfg.model}: {model.num_params():,} parameters, {depth:+,} against preln; " + ", ".join(f"{k} {n:,}" for k, n in sizes.items() if n))
+    print(f"{cfg.optimizer}, learning rate {cfg.learning_rate:g}, {cfg.steps} steps of {cfg.batch_tokens:,} tokens = {cfg.tokens:,}; {world} process(es) x {cfg.micro_batch} sequences of {cfg.block_size}")
+    print(f"{cfg.device}, {cfg.dtype}, compile {cfg.compile}, fused {cfg.fused}; {len(data):,} windows in {cfg.data}, tokenizer {cfg.tokenizer}")
+
+if __name__ == "__main__":
+    sys.exit(main())
