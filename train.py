@@ -12,6 +12,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import inspect
 import json
@@ -95,6 +96,7 @@ def fail(message, code=1):
 # -----------------------------------------------------------------------------
 # Models: every model_*.py beside this file, known by its VARIANTS
 
+@functools.cache
 def find_models():
     # {command-line name: (path of the model file, its overrides)}; read with ast, so a broken file stops nobody else
     found = {}
@@ -533,18 +535,25 @@ def resume(run, cfg, model, optimizers):
 # -----------------------------------------------------------------------------
 # Sizes, without allocating anything
 
-def activation_bytes(model, cfg):
-    # what autograd keeps for one micro-batch, counted on the meta device
-    seen = {p.untyped_storage()._cdata: 0 for p in model.parameters()}
-    keep = [] # storages stay alive, so that their addresses stay their names
-    def pack(t):
-        keep.append(t)
-        seen.setdefault(t.untyped_storage()._cdata, t.untyped_storage().nbytes())
-        return t
-    idx = torch.zeros(cfg.micro_batch, cfg.block_size, dtype=torch.int64, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(idx, idx)
-    return sum(seen.values())
+def activation_bytes(cfg, module):
+    # estimate of what autograd keeps for one micro-batch: counted at 3, 4 and 5 blocks on a few tokens, then a parabola in n_layer
+    names = [f.name for f in dataclasses.fields(module.GPTConfig)]
+    def saved(L, T):
+        with torch.device("meta"):
+            model = module.GPT(module.GPTConfig(**{**{k: getattr(cfg, k) for k in names}, "n_layer": L, "block_size": T}))
+        model.to_empty(device="cpu") # the numbers do not matter, only what is kept
+        seen, keep = {t.untyped_storage().data_ptr(): 0 for t in model.parameters()}, []
+        def pack(t):
+            keep.append(t) # a storage that lives keeps its address
+            seen.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+            return t
+        idx = torch.zeros(1, T, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+            model(idx, idx)
+        return sum(seen.values())
+    a, b, c = ((saved(L, 16) - saved(L, 8)) / 8 for L in (3, 4, 5)) # bytes per token
+    x = cfg.n_layer - 3
+    return round((a + x * (b - a) + x * (x - 1) / 2 * (c - 2 * b + a)) * cfg.micro_batch * cfg.block_size)
 
 def dry_run(argv, activations=True):
     cfg, given = parse(argv)
@@ -554,7 +563,7 @@ def dry_run(argv, activations=True):
     out = dict(model=cfg.model, n_params=n, n_params_backbone=n - 2 * V * d, n_params_embedding=2 * V * d, n_params_depth=n - preln_params(cfg),
                flops_forward=model.flops(T), flops_prefill=model.flops(T) - 2 * (T - 1) * d * V, tokens_per_step=cfg.batch_tokens, steps=cfg.steps,
                tokens=cfg.tokens, learning_rate=cfg.learning_rate, bytes_weights=4 * n, bytes_optimizer=8 * n - 4 * matrix,
-               bytes_activations=activation_bytes(model, cfg) if activations else None, out_dir=cfg.out_dir, run_name=cfg.run_name, status=status_of(cfg))
+               bytes_activations=activation_bytes(cfg, sys.modules[type(model).__module__]) if activations else None, out_dir=cfg.out_dir, run_name=cfg.run_name, status=status_of(cfg))
     print(json.dumps(out), flush=True)
 
 def dry_runs(argv):
