@@ -1,0 +1,250 @@
+"""
+Multi-Gate Residuals (arXiv:2605.23259): N residual streams, pooled by attention; each gates how much of a sub-layer's output it takes in.
+
+    h    = sum_i alpha_i s_i,  alpha = softmax_i(w_a . g_i)         s (N, C), the streams of one token, g_i = s_i / rms(s_i) / sqrt(C)
+    s_i <- (1 - beta_i) s_i + beta_i F_k(N(h))                      F attention or MLP, N() RMSNorm; logits = W N(h), by a w_a of its own
+    beta = softmax([c_0, w_b . g_i + c_i]) without entry 0          competitive; independent: beta_i = sigmoid(w_b . g_i + c_i)
+    s    = [embedding] at first; sub-layers k < N-1 append F_k(N(h)) and gate nothing (a guess, the paper prints no equations)
+
+Read model_preln.py first, then `diff model_preln.py model_mgr.py`.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+VARIANTS = {"mgr": {"learning_rate": 2e-3}, "mgr_independent": {"competitive": False, "learning_rate": 2e-3}} # command-line name -> config fields and train flags
+GROWS = True # the state changes its structure from block to block
+
+# -----------------------------------------------------------------------------
+# Building blocks (same text in every model file)
+
+@dataclass
+class GPTConfig:
+    block_size: int = 2048 # longest sequence, in tokens
+    vocab_size: int = 50304 # rows of the embedding and of the head
+    n_layer: int = 24 # blocks: attention + MLP
+    n_head: int = 16 # query heads
+    n_kv_head: int = 0 # key and value heads, 0: as n_head
+    n_embd: int = 1024 # width
+    d_ff: int = 0 # hidden width of the MLP, 0: 8/3 of n_embd, rounded up to a multiple of 16
+    rope_base: float = 10000.0 # base of the rotary frequencies
+    norm_eps: float = 1e-6 # added to the mean square in RMSNorm
+    n_streams: int = 4 # residual streams
+    competitive: bool = True # gates compete, their sum is below 1; False: each by itself
+    gate_bias: float = -3.0 # logit of a competitive gate at the start, in a model of 21 gating sub-layers (sigmoid falls with the root of their number)
+
+    def __post_init__(self):
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is not positive")
+        for name in ("n_kv_head", "d_ff", "norm_eps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is negative")
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.d_ff = self.d_ff or -(-8 * self.n_embd // 48) * 16
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd: {self.n_embd} is not divisible by n_head {self.n_head}")
+        if self.n_embd // self.n_head % 2:
+            raise ValueError(f"n_embd: {self.n_embd} / n_head {self.n_head} is a head of odd size, which cannot be rotated in pairs")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head: {self.n_kv_head} does not divide n_head {self.n_head}")
+        if self.rope_base <= 1:
+            raise ValueError(f"rope_base: {self.rope_base} is not above 1")
+
+class RMSNorm(nn.Module):
+
+    def __init__(self, ndim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ndim))
+        self.eps = eps
+
+    def forward(self, x):
+        y = x.to(torch.promote_types(x.dtype, torch.float32)) # statistics in FP32
+        return F.rms_norm(y, self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+class Rotary(nn.Module):
+
+    def __init__(self, config):
+        super().__init__()
+        D = config.n_embd // config.n_head
+        angle = torch.outer(torch.arange(config.block_size), config.rope_base ** (-torch.arange(0, D, 2) / D)) # (T, D/2)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x):
+        # x: (B, H, T, D), rotated in the pairs (i, i + D/2)
+        a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1) # (B, H, T, D/2)
+        cos, sin = self.cos[:x.size(2)], self.sin[:x.size(2)] # (T, D/2)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype) # (B, H, T, D)
+
+class CausalSelfAttention(nn.Module):
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_size = config.n_head, config.n_kv_head, config.n_embd // config.n_head
+        self.wqkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * self.head_size, bias=False) # rows q, k, v
+        self.wo = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.rotary = Rotary(config)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = self.wqkv(x).view(B, T, -1, self.head_size).transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1) # (B, H, T, D)
+        q, k = self.rotary(q), self.rotary(k)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.n_kv_head < self.n_head) # (B, H, T, D)
+        return self.wo(y.transpose(1, 2).reshape(B, T, C)) # (B, T, C)
+
+class MLP(nn.Module):
+
+    def __init__(self, config):
+        super().__init__()
+        self.w13 = nn.Linear(config.n_embd, 2 * config.d_ff, bias=False) # rows gate w1, up w3
+        self.w2 = nn.Linear(config.d_ff, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.w13(x).chunk(2, dim=-1) # (B, T, d_ff)
+        return self.w2(F.silu(gate) * up) # (B, T, C)
+
+def lm_loss(x, w, targets):
+    # x: (B, T, C) normed, w: (V, C), targets: (B, T), -1 ignored; mean over the others, in nats
+    logits = F.linear(x, w) # (B, T, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+# -----------------------------------------------------------------------------
+# The architecture (this is the part that differs)
+
+class MultiGate(nn.Module):
+
+    def __init__(self, config, k): # of sub-layer k, or of the readout, k = 2L
+        super().__init__()
+        n, L, self.config, self.w_b = config.n_streams, 2 * config.n_layer - config.n_streams + 1, config, None
+        self.w_a = nn.Parameter(torch.zeros(config.n_embd)) if k > 0 and n > 1 else None # one stream needs no query
+        if n - 1 <= k < 2 * config.n_layer: # one of the L sub-layers that gate
+            self.w_b = nn.Parameter(torch.zeros(config.n_embd))
+            b = math.log(max(1, math.sqrt(L / 21) * (math.exp(-config.gate_bias) + 1) - n))
+            self.c = nn.Parameter(torch.tensor([b] + n * [0.0] if config.competitive else n * [-b])) # (N+1) or (N)
+
+    def forward(self, X): # (B, T, S, C) -> alpha (B, T, S) to read, and beta (B, T, S) to write where the output is not appended
+        S, g = X.size(2), F.rms_norm(X, X.shape[-1:], eps=self.config.norm_eps) / X.size(-1) ** 0.5 # no gain
+        alpha = torch.ones_like(X[..., 0]) if self.w_a is None else (g @ self.w_a).softmax(dim=-1)
+        if self.w_b is None:
+            return (alpha,)
+        q = F.pad(g @ self.w_b, (int(self.config.competitive), 0)) + self.c[:S + self.config.competitive] # (B, T, S+1) or (B, T, S)
+        return alpha, q.softmax(dim=-1)[..., 1:] if self.config.competitive else q.sigmoid()
+
+def settle(X, y=None, beta=None): # state -> its streams (B, T, S, C), the pending branch output y written by beta, or appended
+    if beta is None:
+        return X if y is None else torch.cat((X, y.unsqueeze(2)), dim=2)
+    return ((1 - beta).unsqueeze(-1) * X + beta.unsqueeze(-1) * y.unsqueeze(2)).to(X.dtype) # mixing in FP32
+
+def connect(state, mgr, norm):
+    # writes what is pending, then reads: h (B, T, C), X (B, T, S, C), and the gates for F(h), none where it is appended
+    X = settle(*state)
+    with torch.autocast(X.device.type, enabled=False): # routing in FP32
+        x = X.to(torch.promote_types(X.dtype, torch.float32))
+        alpha, *c = mgr(x)
+        h = norm((alpha.unsqueeze(-2) @ x).squeeze(-2)).to(X.dtype) # (B, T, C)
+    return h, X, *c
+
+class Block(nn.Module):
+
+    def __init__(self, config, l):
+        super().__init__()
+        self.mgr_attn = MultiGate(config, 2 * l)
+        self.norm_attn = RMSNorm(config.n_embd, config.norm_eps)
+        self.attn = CausalSelfAttention(config)
+        self.mgr_mlp = MultiGate(config, 2 * l + 1)
+        self.norm_mlp = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        h, X, *c = connect(x, self.mgr_attn, self.norm_attn)
+        x = (X, self.attn(h), *c)
+        h, X, *c = connect(x, self.mgr_mlp, self.norm_mlp)
+        x = (X, self.mlp(h), *c)
+        return x
+
+class GPT(nn.Module):
+    NO_DECAY = (".c",) # endings of the parameter names that weight decay leaves alone
+    MATRIX = ("attn.wqkv.weight", "attn.wo.weight", "mlp.w13.weight", "mlp.w2.weight") # what Muon may take
+
+    def __init__(self, config):
+        super().__init__()
+        if config.n_streams < 1:
+            raise ValueError(f"n_streams: {config.n_streams} is not positive")
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config, l) for l in range(config.n_layer))
+        self.mgr_f = MultiGate(config, 2 * config.n_layer)
+        self.norm_f = RMSNorm(config.n_embd, config.norm_eps)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self._init_weights()
+
+    def begin(self, x): # embedding -> state
+        return (x.unsqueeze(2),) # (B, T, 1, C)
+
+    def readout(self, x): # state -> what the final norm reads
+        return self.hidden(x, len(self.h)) # (B, T, C)
+
+    def hidden(self, x, l): # state after l blocks -> the representation that analysis looks at
+        return connect(x, self.h[l].mgr_attn if l < len(self.h) else self.mgr_f, nn.Identity())[0] # (B, T, C) what the next consumer reads
+
+    def depth_flops(self, T): # what the architecture adds to flops(T)
+        n, K = self.config.n_streams, 2 * self.config.n_layer # 4T per stream and channel that is pooled, and that is gated
+        return 4 * T * self.config.n_embd * (sum(min(k + 1, n) for k in range(1, K + 1) if n > 1) + n * max(0, K - n + 1))
+
+    def init_depth(self): # rescales or draws, after the shared draw
+        pass
+
+    # -------------------------------------------------------------------------
+    # Everything below is the same text in every model file
+
+    def embed(self, idx):
+        x = self.wte(idx) # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type): # residual streams and depth sources live in the autocast dtype
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return x
+
+    def trunk(self, idx):
+        state = self.begin(self.embed(idx))
+        for block in self.h:
+            state = block(state)
+        return self.readout(state) # (B, T, C)
+
+    def head(self, x, targets=None):
+        x = self.norm_f(x) # (B, T, C)
+        if targets is None:
+            return self.lm_head(x), None # (B, T, V)
+        return None, lm_loss(x, self.lm_head.weight, targets)
+
+    def forward(self, idx, targets=None):
+        # idx, targets: (B, T) int64 -> (logits (B, T, V), None), or (None, loss) where targets are given
+        return self.head(self.trunk(idx), targets)
+
+    def _init_weights(self):
+        for m in self.modules():
+            if isinstance(m, (nn.Linear, nn.Embedding)):
+                nn.init.trunc_normal_(m.weight, std=0.02, a=-0.06, b=0.06)
+        self.init_depth()
+
+    def param_groups(self):
+        # every parameter exactly once, by the meaning that its name gives, never by its shape
+        groups = dict(embed=[], head=[], matrix=[], other=[], no_decay=[])
+        for name, p in self.named_parameters():
+            key = ("embed" if name == "wte.weight" else "head" if name == "lm_head.weight" else "matrix" if name.endswith(self.MATRIX)
+                   else "no_decay" if name.endswith(self.NO_DECAY) else "other")
+            groups[key].append(p)
+        return groups
+
+    def num_params(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def flops(self, T):
+        # forward FLOPs of one sequence of T tokens, logits at every position (DepthBench, Appendix D, extended to GQA)
+        c = self.config
+        d_kv = c.n_kv_head * c.n_embd // c.n_head
+        block = 4 * T * c.n_embd**2 + 4 * T * c.n_embd * d_kv + 6 * T * c.n_embd * c.d_ff + 2 * T**2 * c.n_embd
+        return c.n_layer * block + 2 * T * c.n_embd * c.vocab_size + self.depth_flops(T)
