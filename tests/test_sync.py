@@ -6,6 +6,7 @@ The model files are copies of model_preln.py on purpose. What they share has to 
     python -m pytest -q tests/test_sync.py
 """
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -28,6 +29,7 @@ ALLOWED = {
 BETWEEN = {("model_hc.py", "model_mhc.py"): 30} # lines that the second may add to the first
 FREE = {"docstring", "VARIANTS", "GPTConfig.fields"}
 
+@functools.cache
 def definitions(text):
     # {name: (first line, line after the last)} from 0; classes with methods that differ from file to file are taken apart
     spans, lines = {}, text.split("\n")
@@ -59,12 +61,15 @@ def definitions(text):
             put(lines[i + 1].strip(), i, i + 2)
     return spans
 
+@functools.cache
 def texts(text):
     lines = text.split("\n")
     return {name: "\n".join(lines[a:b]) for name, (a, b) in definitions(text).items()}
 
 def added(old, new):
     # (lines added, lines removed), from the longest common subsequence: what a minimal diff prints
+    while old and new and old[-1] == new[-1]: # the end that is the same
+        old, new = old[:-1], new[:-1]
     row = [0] * (len(new) + 1)
     for a in old:
         last = row[:]
@@ -78,6 +83,7 @@ def changed(base, text):
     fields = base["GPTConfig.fields"]
     return [n for n in base if base[n] != text.get(n) and n not in FREE] + ([] if text.get("GPTConfig.fields", "").startswith(fields) else ["GPTConfig.fields"])
 
+@functools.cache
 def problems(name, base, text):
     # what is wrong with one model file, as sentences; a file that is not in the table is its owner's business
     spans, base_spans = definitions(text), definitions(base) # also: it parses
