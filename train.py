@@ -286,7 +286,7 @@ def read_meta(data):
         return {}
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(meta, dict) and isinstance(meta["vocab_size"], int) and meta["vocab_size"] > 0 and isinstance(meta["tokenizer"], str):
+        if isinstance(meta, dict) and isinstance(meta["vocab_size"], int) and meta["vocab_size"] > 0 and isinstance(meta["tokenizer"], str) and isinstance(meta.get("tokens", {}), dict):
             return meta
     except (OSError, ValueError, KeyError):
         pass
@@ -323,9 +323,9 @@ class Loader:
             self.shards = [(path, *open_shard(path)) for path in paths]
         except OSError as e:
             fail(f"{e.filename}: {e.strerror}")
-        shards = meta.get("shards", {})
-        for name, tokens in {k: v for k, v in shards.items() if split in k}.items():
-            if dict((p.name, n) for p, _, _, n in self.shards).get(name) != tokens:
+        found = {path.name: n for path, _, _, n in self.shards}
+        for name, tokens in meta.get("tokens", {}).items():
+            if split in name and found.get(name) != tokens:
                 fail(f"{Path(data) / name}: meta.json says {tokens} tokens, the file is missing or another; run prepare_fineweb.py again")
         self.first = np.cumsum([0] + [max(0, n - 1) // block_size for *_, n in self.shards]) # number of the first window of each shard
         if not len(self):
@@ -604,14 +604,15 @@ def validate(model, loader, cfg, rank=0, world=1):
 
 def layer_stats(model, cfg, x, y):
     # per block: norm and variance of hidden, and the gradient norm of what the block added to the state
-    parts = lambda s: list(s) if isinstance(s, tuple) else [s]
+    def parts(state): # its tensors
+        return [state] if torch.is_tensor(state) else [t for s in state for t in parts(s)]
     with autocast(cfg):
         states = [model.begin(model.embed(x))]
         for block in model.h:
             states.append(block(states[-1]))
         loss = model.head(model.readout(states[-1]), y)[1]
     hidden = [model.hidden(s, l).detach().double() for l, s in enumerate(states)][1:]
-    new = [[t for t in parts(s) if torch.is_tensor(t) and not any(t is u for u in parts(r))] for r, s in zip(states, states[1:])]
+    new = [[t for t in parts(s) if t.requires_grad and not any(t is u for u in parts(r))] for r, s in zip(states, states[1:])]
     grads = iter(torch.autograd.grad(loss, sum(new, []), allow_unused=True))
     return dict(norm=[h.norm(dim=-1).mean().item() for h in hidden], variance=[h[:, 1:].var().item() for h in hidden],
                 grad_norm=[sum(g.double().square().sum().item() for _, g in zip(n, grads) if g is not None) ** 0.5 for n in new])
