@@ -9,6 +9,7 @@ Multi-Gate Residuals (arXiv:2605.23259): N residual streams, pooled by attention
 Read model_preln.py first, then `diff model_preln.py model_mgr.py`.
 """
 import math
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -65,14 +66,18 @@ class RMSNorm(nn.Module):
         y = x.to(torch.promote_types(x.dtype, torch.float32)) # statistics in FP32
         return F.rms_norm(y, self.weight.shape, self.weight, self.eps).to(x.dtype)
 
+@functools.cache # one table for all blocks
+def rotary_table(T, D, base):
+    angle = torch.outer(torch.arange(T, device="cpu"), base ** (-torch.arange(0, D, 2, device="cpu") / D)) # (T, D/2)
+    return angle.cos(), angle.sin()
+
 class Rotary(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        D = config.n_embd // config.n_head
-        angle = torch.outer(torch.arange(config.block_size), config.rope_base ** (-torch.arange(0, D, 2) / D)) # (T, D/2)
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        cos, sin = rotary_table(config.block_size, config.n_embd // config.n_head, config.rope_base)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x):
         # x: (B, H, T, D), rotated in the pairs (i, i + D/2)

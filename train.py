@@ -175,6 +175,9 @@ def parse(argv):
         else:
             pairs.append((name[2:], text if equals else args.pop(0)))
     typed, models = dict(pairs), find_models()
+    for key in ("model", "preset"):
+        if key in typed:
+            convert(key, typed[key], str)
     if typed.get("preset", "") not in ("", *PRESETS):
         fail(f"--preset: {typed['preset']} is not one of {', '.join(PRESETS)}")
     name = typed.get("model", TrainConfig.model)
@@ -296,9 +299,9 @@ def open_shard(path):
     # (dtype, byte offset, tokens) of one shard: llm.c's header, or nanoGPT's bare uint16
     size = path.stat().st_size
     head = np.fromfile(path, "<i4", 256)
-    if head.size == 256 and not head[3:].any():
-        if tuple(head[:2].tolist()) not in HEADERS:
-            fail(f"{path}: magic {head[0]} version {head[1]} is not {' or '.join(map(str, HEADERS))}")
+    if head.size == 256 and not head[3:].any() or head[:1].tolist() in [[magic] for magic, _ in HEADERS]:
+        if head.size < 256 or tuple(head[:2].tolist()) not in HEADERS:
+            fail(f"{path}: its header of {head.size} numbers begins {head[:2].tolist()}, not with a magic and version of {list(HEADERS)}")
         dtype, count = HEADERS[tuple(head[:2].tolist())], int(head[2])
         if size != 1024 + count * dtype.itemsize:
             fail(f"{path}: header says {count} tokens of {dtype.itemsize} bytes, the file holds {(size - 1024) / dtype.itemsize:g}; make it again")
@@ -361,9 +364,9 @@ class Loader:
             path, dtype, offset, _ = self.shards[s]
             try:
                 ids = np.fromfile(path, dtype, self.T + 1, offset=offset + (w - int(self.first[s])) * self.T * dtype.itemsize)
-                row[:] = ids
-            except (OSError, ValueError) as e:
-                fail(f"{path}: window {w} can no longer be read ({e}); the file changed during the run")
+                row[:] = ids if len(ids) == self.T + 1 else ids[:0]
+            except (OSError, ValueError):
+                fail(f"{path}: window {w} can no longer be read; the file changed during the run")
         rows = torch.from_numpy(rows)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -459,14 +462,17 @@ def read_json(path):
     except (OSError, ValueError):
         return {}
 
-def same_run(cfg, old):
-    return all(old.get(k) == v for k, v in vars(cfg).items() if k not in NOT_THE_RUN)
+def differences(cfg, old):
+    # {field: (value in the config `old`, value here)}, and the part of it that makes another run rather than a longer one
+    changed = {k: (old.get(k), v) for k, v in vars(cfg).items() if k not in NOT_THE_RUN and old.get(k) != v}
+    fixed = {f.name for f in dataclasses.fields(load_module(find_models()[cfg.model][0]).GPTConfig)} | {"model", "optimizer", "seed", "batch_tokens"}
+    return changed, {k: v for k, v in changed.items() if k in fixed}
 
 def status_of(cfg):
     # "finished" or "diverged" where the run directory holds the result of this very run, else None
     run = Path(cfg.out_dir) / cfg.run_name
     status = read_json(run / "result.json").get("status")
-    return status if status in ("finished", "diverged") and same_run(cfg, read_json(run / "config.json")) else None
+    return status if status in ("finished", "diverged") and not differences(cfg, read_json(run / "config.json"))[0] else None
 
 def read_checkpoint(path):
     # the dict that train.py saved; prefixes of DDP and torch.compile are taken off the weights
@@ -509,12 +515,7 @@ def resume(run, cfg, model, optimizers):
     missing = [k for k in ("optimizers", "step", "seconds", "rng") if k not in ckpt]
     if missing:
         fail(f"{run / 'ckpt.pt'}: cannot be resumed, it lacks {', '.join(missing)}")
-    old, own = ckpt["config"], {f.name for f in dataclasses.fields(model.config)}
-    changed = {k: (old.get(k), v) for k, v in vars(cfg).items() if k not in NOT_THE_RUN and old.get(k) != v}
-    fixed = {k: v for k, v in changed.items() if k in own | {"model", "optimizer", "seed", "batch_tokens"}}
-    if fixed:
-        fail("--resume: " + ", ".join(f"{k} is {was} in the checkpoint, {now} here" for k, (was, now) in fixed.items()))
-    for k, (was, now) in changed.items():
+    for k, (was, now) in differences(cfg, ckpt["config"])[0].items():
         print(f"resume: {k} {now} (was {was})")
     if ckpt["step"] > cfg.steps:
         fail(f"--steps: {cfg.steps} is less than the {ckpt['step']} that the checkpoint has behind it")
@@ -528,7 +529,7 @@ def resume(run, cfg, model, optimizers):
     except Exception as e:
         fail(f"{run / 'ckpt.pt'}: does not fit ({' '.join(str(e).split())[:200]})")
     lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True) if (run / "log.jsonl").exists() else []
-    kept = [x for x in lines if (m := re.match(rb'\{"step": (\d+)', x)) and int(m[1]) <= ckpt["step"] and x.endswith(b"\n")]
+    kept = [x for x in lines if (m := re.match(rb'\{"step": (\d+)', x)) and int(m[1]) < ckpt["step"] + (b'"loss"' in x) and x.endswith(b"\n")]
     write_atomic(run / "log.jsonl", lambda f: f.writelines(kept)) # what the lost steps had logged will be logged again
     return ckpt["step"], ckpt["seconds"]
 
@@ -659,6 +660,9 @@ def train(cfg, run, model, data, val, rank, world):
             write(step=step, val_loss=val_loss, tokens=step * cfg.batch_tokens)
             if rank == 0:
                 tqdm.write(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}")
+            if not math.isfinite(val_loss): # the last step went wrong
+                status = "diverged"
+                break
         if rank == 0 and cfg.layer_stats_every and step % cfg.layer_stats_every == 0:
             write(step=step, layer_stats=layer_stats(model, cfg, *(t.to(cfg.device) for t in val.batch(range(min(cfg.micro_batch, len(val)))))))
         if last or cfg.save_every and step and step % cfg.save_every == 0:
@@ -705,7 +709,7 @@ def train(cfg, run, model, data, val, rank, world):
             print(f"stopped at step {step}, saved; the same command with --resume continues", file=sys.stderr)
         return 128 + (caught[0] if caught else signal.SIGTERM)
     if rank == 0:
-        finish(cfg, run, model, status, step, loss if status == "diverged" else None, val_loss, seconds, world)
+        finish(cfg, run, model, status, step, val_loss if status == "finished" else None, seconds, world)
     return 0 if status == "finished" else 3
 
 def report(cfg, model, step, loss, lr, norm, took, world, write, rank):
@@ -719,7 +723,7 @@ def report(cfg, model, step, loss, lr, norm, took, world, write, rank):
     if rank == 0:
         tqdm.write(line)
 
-def finish(cfg, run, model, status, step, bad_loss, val_loss, seconds, world):
+def finish(cfg, run, model, status, step, val_loss, seconds, world):
     if cfg.device == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
@@ -729,7 +733,7 @@ def finish(cfg, run, model, status, step, bad_loss, val_loss, seconds, world):
     write_json(run / "result.json", dict(status=status, step=step, val_loss=val_loss, tokens=tokens, seconds=seconds, tok_per_s=tokens / max(seconds, 1e-9),
                peak_memory=peak, n_params=n, n_params_depth=n - preln_params(cfg), world_size=world, **{k: getattr(cfg, k) for k in ("model", "n_layer", "n_embd", "learning_rate", "seed")}))
     if status == "diverged":
-        print(f"error: diverged at step {step}: loss {bad_loss}; the last checkpoint is untouched; try a lower --learning_rate", file=sys.stderr)
+        print(f"error: diverged at step {step}: loss or gradient is not finite; the last checkpoint is untouched; try a lower --learning_rate", file=sys.stderr)
     else:
         print(f"finished: val loss {val_loss:.4f}, {seconds:.0f} s, checkpoint in {run / 'ckpt.pt'}")
 
@@ -749,15 +753,18 @@ def open_run(cfg):
     old = read_json(run / "config.json")
     if cfg.resume and not old:
         fail(f"--resume: there is no run in {run}")
+    changed, fixed = differences(cfg, old)
+    other = "; ".join(f"{k} {was} there, {now} here" for k, (was, now) in (fixed if cfg.resume else changed).items())
+    if old and other:
+        fail(f"--{'resume' if cfg.resume else 'run_name'}: {run} holds another run ({other}); choose another --run_name")
     if old and not cfg.resume:
-        other = [f"{k} {old.get(k)} there, {v} here" for k, v in vars(cfg).items() if k not in NOT_THE_RUN and old.get(k) != v]
-        fail(f"--run_name: {run} holds " + (f"another run ({'; '.join(other[:4])}); choose another --run_name" if other else "this run, unfinished; add --resume to continue it"))
+        fail(f"--run_name: {run} holds this run, unfinished; add --resume to continue it")
     return run, None
 
 def write_config(cfg, run):
     # everything that made the run, before its first step; also the proof that the directory can be written
-    git = subprocess.run(["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True)
-    cfg.versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True) # a shell, for a machine without git
+    cfg.versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__)
     cfg.commit, cfg.command = git.stdout.strip(), shlex.join(sys.argv)
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -774,7 +781,8 @@ def main(argv=None):
     if cfg.dry_run:
         return dry_run(argv)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    sys.stdout.reconfigure(line_buffering=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
     if cfg.preset == "nano" and rank == 0 and not (Path(cfg.data) / "meta.json").exists() and "data" not in given:
         import prepare_fineweb
         prepare_fineweb.main(["--source", "stdlib", "--out_dir", cfg.data])
@@ -804,6 +812,10 @@ def main(argv=None):
         if rank == 0:
             announce(cfg, model, data, world)
         return train(cfg, run, model, data, val, rank, world)
+    except RuntimeError as e:
+        if cfg.compile and type(e).__module__.startswith("torch._"):
+            fail(f"--compile: {str(e).splitlines()[0]}; use --no-compile")
+        raise
     finally:
         if world > 1:
             dist.destroy_process_group()
