@@ -69,7 +69,8 @@ class RMSNorm(nn.Module):
 
 @functools.cache # one table for all blocks
 def rotary_table(T, D, base):
-    angle = torch.outer(torch.arange(T, device="cpu"), base ** (-torch.arange(0, D, 2, device="cpu") / D)) # (T, D/2)
+    t, i = (torch.arange(0, n, s, dtype=torch.float32, device="cpu") for n, s in ((T, 1), (D, 2))) # (T), (D/2)
+    angle = torch.outer(t, base ** (-i / D)) # (T, D/2)
     return angle.cos(), angle.sin()
 
 class Rotary(nn.Module):
