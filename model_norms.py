@@ -18,9 +18,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 VARIANTS = { # command-line name -> config fields and train flags
-    "postln": {"norm": "postln", "learning_rate": 5e-4}, # guess: a quarter of Pre-LN's
-    "sandwich": {"norm": "sandwich", "learning_rate": 2e-3}, "lns": {"norm": "lns", "learning_rate": 1e-2},
-    "deepnorm": {"norm": "deepnorm", "learning_rate": 1e-3}, "keel": {"norm": "keel", "learning_rate": 2e-3}}
+    "postln": {"norm": "postln", "learning_rate": 5e-4}, "sandwich": {"norm": "sandwich", "learning_rate": 2e-3}, # guess: a quarter of Pre-LN's for postln
+    "lns": {"norm": "lns", "learning_rate": 1e-2}, "deepnorm": {"norm": "deepnorm", "learning_rate": 1e-3}, "keel": {"norm": "keel", "learning_rate": 2e-3}}
 
 # -----------------------------------------------------------------------------
 # Building blocks (same text in every model file)
@@ -39,12 +38,9 @@ class GPTConfig:
     norm: str = "postln" # where the norms are: postln, sandwich, lns, deepnorm or keel
 
     def __post_init__(self):
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is not positive")
-        for name in ("n_kv_head", "d_ff", "norm_eps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: {getattr(self, name)} is negative")
+        for name, least in dict(block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0, d_ff=0, norm_eps=0).items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} is below {least}")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.d_ff = self.d_ff or -(-8 * self.n_embd // 48) * 16
         if self.n_embd % self.n_head:
@@ -77,9 +73,8 @@ class Rotary(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        cos, sin = rotary_table(config.block_size, config.n_embd // config.n_head, config.rope_base)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        for name, table in zip(("cos", "sin"), rotary_table(config.block_size, config.n_embd // config.n_head, config.rope_base)):
+            self.register_buffer(name, table, persistent=False)
 
     def forward(self, x):
         # x: (B, H, T, D), rotated in the pairs (i, i + D/2)
@@ -234,11 +229,10 @@ class GPT(nn.Module):
         return 0
 
     def init_depth(self): # rescales or draws, after the shared draw
-        if self.config.norm == "deepnorm":
-            for block in self.h:
-                v = block.attn.wqkv.weight[-block.attn.n_kv_head * block.attn.head_size:] # (n_kv_head * D, C), the last rows of q, k, v
-                for w in (v, block.attn.wo.weight, block.mlp.w13.weight, block.mlp.w2.weight):
-                    w.data.mul_((8 * self.config.n_layer) ** -0.25) # beta
+        for block in self.h if self.config.norm == "deepnorm" else ():
+            v = block.attn.wqkv.weight[-block.attn.n_kv_head * block.attn.head_size:] # (n_kv_head * D, C), the last rows of q, k, v
+            for w in (v, block.attn.wo.weight, block.mlp.w13.weight, block.mlp.w2.weight):
+                w.data.mul_((8 * self.config.n_layer) ** -0.25) # beta
 
     # -------------------------------------------------------------------------
     # Everything below is the same text in every model file

@@ -33,12 +33,9 @@ class GPTConfig:
     norm_eps: float = 1e-6 # added to the mean square in RMSNorm
 
     def __post_init__(self):
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is not positive")
-        for name in ("n_kv_head", "d_ff", "norm_eps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: {getattr(self, name)} is negative")
+        for name, least in dict(block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0, d_ff=0, norm_eps=0).items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} is below {least}")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.d_ff = self.d_ff or -(-8 * self.n_embd // 48) * 16
         if self.n_embd % self.n_head:
@@ -71,9 +68,8 @@ class Rotary(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        cos, sin = rotary_table(config.block_size, config.n_embd // config.n_head, config.rope_base)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        for name, table in zip(("cos", "sin"), rotary_table(config.block_size, config.n_embd // config.n_head, config.rope_base)):
+            self.register_buffer(name, table, persistent=False)
 
     def forward(self, x):
         # x: (B, H, T, D), rotated in the pairs (i, i + D/2)
