@@ -81,20 +81,6 @@ class Rotary(nn.Module):
         cos, sin = self.cos[:x.size(2)], self.sin[:x.size(2)] # (T, D/2)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype) # (B, H, T, D)
 
-def depth_attention(q, k, v, slots):
-    # q: (B, H, T, D), k, v: (B, Hkv, T, D) causal; slots: S pairs k, v (B, Hkv, T, D), the same token at other depths
-    if not slots:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) < q.size(1)) # (B, H, T, D)
-    with torch.autocast(q.device.type, enabled=False):
-        T, dtype = q.size(2), torch.promote_types(q.dtype, torch.float32)
-        q = q.to(dtype).unflatten(1, (k.size(1), -1)) * q.size(3) ** -0.5 # (B, Hkv, G, T, D), G query heads share a key head
-        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1) # (T, T)
-        s = (q @ k.to(dtype).unsqueeze(2).mT).masked_fill(future, -torch.inf) # (B, Hkv, G, T, T)
-        s_depth = [(q * k.unsqueeze(2)).sum(-1, keepdim=True) for k, _ in slots] # S of (B, Hkv, G, T, 1)
-        p, *p_depth = torch.cat((s, *s_depth), dim=-1).softmax(-1).split((T, *[1] * len(slots)), dim=-1) # one softmax
-        y = p @ v.to(dtype).unsqueeze(2) + sum(p * v.unsqueeze(2) for p, (_, v) in zip(p_depth, slots)) # (B, Hkv, G, T, D)
-        return y.flatten(1, 2).to(v.dtype) # (B, H, T, D)
-
 class CausalSelfAttention(nn.Module):
 
     def __init__(self, config):
@@ -131,6 +117,20 @@ def lm_loss(x, w, targets):
 
 # -----------------------------------------------------------------------------
 # The architecture (this is the part that differs)
+
+def depth_attention(q, k, v, slots):
+    # q: (B, H, T, D), k, v: (B, Hkv, T, D) causal; slots: S pairs k, v (B, Hkv, T, D), the same token at other depths
+    if not slots:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) < q.size(1)) # (B, H, T, D)
+    with torch.autocast(q.device.type, enabled=False):
+        T, dtype = q.size(2), torch.promote_types(q.dtype, torch.float32)
+        q = q.to(dtype).unflatten(1, (k.size(1), -1)) * q.size(3) ** -0.5 # (B, Hkv, G, T, D), G query heads share a key head
+        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1) # (T, T)
+        s = (q @ k.to(dtype).unsqueeze(2).mT).masked_fill(future, -torch.inf) # (B, Hkv, G, T, T)
+        s_depth = [(q * k.unsqueeze(2)).sum(-1, keepdim=True) for k, _ in slots] # S of (B, Hkv, G, T, 1)
+        p, *p_depth = torch.cat((s, *s_depth), dim=-1).softmax(-1).split((T, *[1] * len(slots)), dim=-1) # one softmax
+        y = p @ v.to(dtype).unsqueeze(2) + sum(p * v.unsqueeze(2) for p, (_, v) in zip(p_depth, slots)) # (B, Hkv, G, T, D)
+        return y.flatten(1, 2).to(v.dtype) # (B, H, T, D)
 
 class DepthKV(nn.Module):
 
