@@ -31,6 +31,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+try:
+    import fcntl # of Unix only
+except ImportError:
+    fcntl = None
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -769,10 +774,16 @@ def write_config(cfg, run):
     cfg.commit, cfg.command = git.stdout.strip(), shlex.join(sys.argv)
     try:
         run.mkdir(parents=True, exist_ok=True)
+        lock = open(run / "lock", "w") # held until the process ends
+        if fcntl:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (run / "result.json").unlink(missing_ok=True) # a longer schedule than the finished one
+    except BlockingIOError:
+        fail(f"--run_name: another process is at work in {run}")
     except OSError as e:
         fail(f"--out_dir: {run}: {e.strerror}")
     write_json(run / "config.json", vars(cfg))
+    return lock
 
 def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -803,8 +814,7 @@ def main(argv=None):
             dist.barrier()
         if status is not None:
             return status
-        if rank == 0:
-            write_config(cfg, run)
+        lock = write_config(cfg, run) if rank == 0 else None
         if world > 1:
             dist.barrier()
         torch.manual_seed(cfg.seed)
@@ -812,7 +822,8 @@ def main(argv=None):
         model = build(cfg.model, **{k: v for k, v in vars(cfg).items() if k in fields}).to(cfg.device)
         if rank == 0:
             announce(cfg, model, data, world)
-        return train(cfg, run, model, data, val, rank, world)
+        with lock or contextlib.nullcontext():
+            return train(cfg, run, model, data, val, rank, world)
     except RuntimeError as e:
         if cfg.compile and type(e).__module__.startswith("torch._"):
             fail(f"--compile: {str(e).splitlines()[0]}; use --no-compile")
