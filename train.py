@@ -568,7 +568,7 @@ def dry_run(argv, activations=True):
     n, T, V, d = model.num_params(), cfg.block_size, cfg.vocab_size, cfg.n_embd
     matrix = sum(p.numel() for p in model.param_groups()["matrix"]) if cfg.optimizer == "muon" else 0
     out = dict(model=cfg.model, n_params=n, n_params_backbone=n - 2 * V * d, n_params_embedding=2 * V * d, n_params_depth=n - preln_params(cfg),
-               flops_forward=model.flops(T), flops_prefill=model.flops(T) - 2 * (T - 1) * d * V, tokens_per_step=cfg.batch_tokens, steps=cfg.steps,
+               block_size=T, flops_forward=model.flops(T), flops_prefill=model.flops(T) - 2 * (T - 1) * d * V, tokens_per_step=cfg.batch_tokens, steps=cfg.steps,
                tokens=cfg.tokens, learning_rate=cfg.learning_rate, bytes_weights=4 * n, bytes_optimizer=8 * n - 4 * matrix,
                bytes_activations=activation_bytes(cfg, sys.modules[type(model).__module__]) if activations else None, out_dir=cfg.out_dir, run_name=cfg.run_name, status=status_of(cfg))
     print(json.dumps(out), flush=True)
