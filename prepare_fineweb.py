@@ -37,7 +37,7 @@ def fail(message, code=1): # as in train.py, which needs torch
     raise SystemExit(code)
 
 def patient(f, url):
-    # f(); without a network tiktoken and the hub wait for long, so after 6 s url must answer, or requests raises
+    # f(); without a network tiktoken and the hub wait for long, so after 2 s url must answer, or requests raises
     future = Future()
     def work():
         try:
@@ -45,12 +45,13 @@ def patient(f, url):
         except Exception as e:
             future.set_exception(e)
     threading.Thread(target=work, daemon=True).start()
-    if not wait([future], 6).done:
-        requests.head(url, timeout=3)
+    if not wait([future], 2).done:
+        requests.head(url, timeout=4)
     return future.result()
 
 def load_dataset(*args, **kwargs):
-    import datasets # slow
+    import datasets, huggingface_hub # slow
+    huggingface_hub.utils.logging.set_verbosity_error() # not every retry
     return patient(lambda: datasets.load_dataset(*args, **kwargs), datasets.config.HF_ENDPOINT)
 
 # -----------------------------------------------------------------------------
@@ -85,10 +86,10 @@ def get_tokenizer(name):
     except (OSError, ValueError, KeyError, TypeError) as e:
         fail(f"--tokenizer: {name}: {type(e).__name__} {str(e).splitlines()[0]}; known: bytes, neox:<tokenizer.json>, {', '.join(tiktoken.list_encoding_names())}")
 
-def encode(enc, row, first):
+def encode(enc, text, first, dtype):
     # runs of 4,096 characters are cut: tiktoken's time grows with their square, and a million spaces overflow its stack
-    parts = [""] if defect(row) else re.split(r"(\S{4096}|\s{4096})", row["text"]) if len(row["text"]) > 20_000 else [row["text"]]
-    return np.array([enc.eot_token] * first + [i for part in parts for i in enc.encode_ordinary(part)], "<u2" if enc.n_vocab <= 65_535 else "<u4")
+    parts = re.split(r"(\S{4096}|\s{4096})", text) if len(text) > 20_000 else [text]
+    return np.array([enc.eot_token] * first + [i for part in parts for i in enc.encode_ordinary(part)], dtype)
 
 # -----------------------------------------------------------------------------
 # Rows: ({"text": ...} or what stands in its place, does a document begin here, bytes of the source)
@@ -107,7 +108,7 @@ def find_files(source):
     return files
 
 def file_rows(path, limit):
-    size, jsonl, decoder = path.stat().st_size, path.suffix == ".jsonl", codecs.getincrementaldecoder("utf-8-sig")()
+    size, jsonl, first, decoder = path.stat().st_size, path.suffix == ".jsonl", True, codecs.getincrementaldecoder("utf-8-sig")()
     if path.suffix == ".parquet":
         from pyarrow.parquet import read_metadata
         cost = size / max(1, read_metadata(path).num_rows)
@@ -123,13 +124,14 @@ def file_rows(path, limit):
                 row = ValueError("not UTF-8", where) if jsonl else fail(f"--source: {where}: not UTF-8; convert the file first")
             except (ValueError, RecursionError):
                 row = ValueError("not JSON", f"{path} line {n}")
-            yield row, jsonl or n == 1, len(piece) # a .txt is one document, in pieces: memory stays small, validation can end inside
+            yield row, first, len(piece) # a .txt is one document, in pieces: memory stays small, and validation can end inside it
+            first = jsonl or first and not text.strip()
 
-def defect(row):
+def defect(row, first):
     # why a row is left out
     if not isinstance(row, dict) or "text" not in row:
         return row.args[0] if isinstance(row, ValueError) else f"without text (fields: {', '.join(row) if isinstance(row, dict) else ''})"
-    return "null" if row["text"] is None else "not a string" if not isinstance(row["text"], str) else "" if row["text"].strip() else "empty"
+    return "null" if row["text"] is None else "not a string" if not isinstance(row["text"], str) else "empty" if first and not row["text"].strip() else ""
 
 def read(open_rows, place, source, retries):
     # (place, row) of every row behind place, which is a state_dict of the data set, or a number of rows where it has none
@@ -152,12 +154,12 @@ def read(open_rows, place, source, retries):
             print(f"note: {why}; try {failures} of {tries}", file=sys.stderr)
             time.sleep(2 ** failures)
 
-def encoded(rows, enc, workers):
+def encoded(rows, enc, dtype, workers):
     # (place, row, future ids) in the order of the rows; tiktoken frees the GIL, so threads do; few are in flight: memory is bounded
     with ThreadPoolExecutor(workers) as pool:
         flight = []
         for place, row in rows:
-            flight.append((place, row, pool.submit(encode, enc, *row[:2])))
+            flight.append((place, row, None if defect(*row[:2]) else pool.submit(encode, enc, row[0]["text"], row[1], dtype)))
             if len(flight) > 8 * workers:
                 yield flight.pop(0)
         yield from flight
@@ -169,10 +171,10 @@ def earlier(out, settings):
     # meta.json as of the last whole shard of an earlier run in out, or a fresh one
     fresh = {**settings, "complete": False, "place": 0, "read": 0, "documents": 0, "skipped": {}, "tokens": {}}
     meta = json.loads((out / "meta.json").read_text(encoding="utf-8")) if (out / "meta.json").exists() else fresh
-    if len(meta["tokens"]) < 2: # no training shard yet
+    if len(meta.get("tokens", ())) < 2: # no training shard yet
         return fresh
     sizes = {f: 1024 + n * np.dtype(meta["dtype"]).itemsize for f, n in meta["tokens"].items()}
-    wrong = [f"was prepared with {k} {meta[k]}, not {v}" for k, v in settings.items() if meta[k] != v is not None]
+    wrong = [f"was prepared with {k} {meta[k]}, not {v}" for k, v in settings.items() if meta[k] != v]
     wrong += [f"lacks {f} of {n:,} bytes" for f, n in sizes.items() if not (out / f).is_file() or (out / f).stat().st_size != n]
     return fail(f"--out_dir: {out} {wrong[0]}; choose another or delete it") if wrong else meta
 
@@ -195,7 +197,8 @@ def prepare(out, meta, rows, total):
     bar = tqdm(total=total or meta["max_tokens"] or None, initial=meta["read"] if total else trained, unit="B" if total else "tok", unit_scale=True, disable=None)
     for meta["place"], (row, first, cost), ids in rows:
         meta["read"] += cost
-        if why := defect(row):
+        bar.update(cost)
+        if why := defect(row, first):
             skipped[why] = skipped.get(why, 0) + 1
             if isinstance(row, ValueError) and skipped[why] == 1:
                 bar.write(f"note: {row.args[1]}: {why}, left out", file=sys.stderr)
@@ -208,16 +211,17 @@ def prepare(out, meta, rows, total):
         pieces.append(ids)
         size += len(ids)
         meta["documents"] += first
-        bar.update(cost if total else len(ids))
+        bar.update(0 if total else len(ids) * training)
         if trained >= goal:
             break
         if size >= meta["shard_tokens"] if training else size >= val_tokens or meta["read"] >= val_bytes:
             save()
             pieces, size = [], 0
+    bar.total = bar.n # full, wherever the text ended
     bar.close()
-    print("skipped", sum(skipped.values()), ", ".join(f"{n:,} {why}" for why, n in skipped.items()))
+    print(f"skipped {sum(skipped.values()):,}:", ", ".join(f"{n:,} {why}" for why, n in skipped.items()) or "all is text")
     if not trained:
-        fail(f"--source: {meta['source']}: {meta['documents']:,} documents of {size:,} tokens, nothing left to train on beside validation")
+        fail(f"--source: {meta['source']}: {meta['documents']:,} documents of {size:,} tokens in all, too few for training beside validation")
     meta["complete"] = True
     save()
 
@@ -239,16 +243,18 @@ def main(argv=None):
     hub, name, tokenizer = SOURCES.get(args.source, (args.source, "", "gpt2"))
     name, tokenizer, out = args.name or name, args.tokenizer or tokenizer, Path(args.out_dir or f"data/{Path(args.source).stem}")
     enc, files = get_tokenizer(tokenizer), [] if hub != args.source else find_files(args.source)
+    dtype = "uint16" if enc.n_vocab <= 65_535 else "uint32"
     try:
         total = sum(path.stat().st_size for path in files)
         digest = hashlib.sha256(b"".join(hashlib.file_digest(open(path, "rb"), "sha256").digest() for path in files)).hexdigest()
-        meta = earlier(out, dict(source=args.source, name=name, tokenizer=tokenizer, vocab_size=enc.n_vocab, dtype=str(encode(enc, {}, 0).dtype), hash=digest if files else None,
-                                 python=sys.version.split()[0], max_tokens=args.max_tokens, val_tokens=args.val_tokens, shard_tokens=args.shard_tokens))
+        meta = earlier(out, dict(
+            source=args.source, name=name, hash=digest if files else None, python=sys.version.split()[0] if args.source == "stdlib" else None,
+            tokenizer=tokenizer, vocab_size=enc.n_vocab, dtype=dtype, max_tokens=args.max_tokens, val_tokens=args.val_tokens, shard_tokens=args.shard_tokens))
         if not meta["complete"]:
             limit = min(1 << 20, total // 100 + 1)
             data = lambda: (row for path in files for row in file_rows(path, limit)) if files else load_dataset(hub, name or None, split="train", streaming=True)
             rows = read(data, meta["place"], args.source, 0 if files else 5)
-            prepare(out, meta, encoded(rows, enc, min(args.num_workers, os.cpu_count()) or 1), total)
+            prepare(out, meta, encoded(rows, enc, dtype, min(args.num_workers, os.cpu_count()) or 1), total)
     except OSError as e:
         fail(f"{e.filename or out}: {e.strerror or e}")
     except KeyboardInterrupt:
@@ -258,6 +264,7 @@ def main(argv=None):
     return 0
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace") # a path that the terminal's encoding lacks
     status = main()
     sys.stdout.flush()
     os._exit(status) # the reader threads of datasets can keep a finished process alive
