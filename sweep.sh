@@ -102,7 +102,8 @@ def plan(): # -> the runs by name
                 flags += ["--model", model, "--n_layer", L, "--n_embd", d, "--seed", seed, "--run_name", name, *extra]
                 r = ask(flags) | dict(name=name, rate=rate, flags=flags, paper=paper)
                 r["path"], r["state"] = f"{r.get('out_dir')}/{name}", r.get("error") or (r["status"] or "new" if rate else "waits for the rates to be tried")
-                r["cost"] = 0 if "error" in r else 3 * r["flops_forward"] * r["tokens"] // r["block_size"] # backward is twice forward
+                T = 1 + (r["flops_forward"] - r["flops_prefill"]) // r["n_params_embedding"] if "error" not in r else 1 # prefill: head at one position
+                r["cost"] = 3 * r.get("flops_forward", 0) * r.get("tokens", 0) // T # the backward pass is twice the forward
                 if lr != "best":
                     tried.setdefault(model, []).append(r)
                 if not SHAPES or size in SHAPES or f"{L}x{d}" in SHAPES:
