@@ -117,11 +117,7 @@ class Tap(torch.autograd.Function):
         if led.V is None:
             raise RuntimeError("fused AttnRes: one backward per forward, its ledger has been used up")
         V, r = led.V[i].unsqueeze(1), led.r[i].unsqueeze(1) # (R, 1, C), (R, 1, 1)
-        t, j = divmod(led.tiled.index(i), led.G) if i in led.tiled else (None, None)
-        if t is None or led.tiles[t][2] is None:
-            dV, c = torch.zeros_like(V), torch.zeros_like(r)
-        else:
-            dV, c = (x[:, j:j + 1] for x in led.tiles[t][2:])
+        dV, c = V.new_zeros(V.shape), r.new_zeros(r.shape) # contiguous, or bmm loops over tokens
         with torch.autocast(V.device.type, enabled=False):
             for g, a, b in led.readers[i]:
                 if g.dO is not None: # else nothing was asked of it
@@ -131,6 +127,9 @@ class Tap(torch.autograd.Function):
                             tile[2:] = (torch.zeros_like(x) for x in tile[:2]) if tile[2] is None else tile[2:]
                             g.pull(0, g.n, *tile)
                         g.dO = None
+        t, j = divmod(led.tiled.index(i), led.G) if i in led.tiled else (None, None)
+        if t is not None and led.tiles[t][2] is not None:
+            dV, c = dV.add_(led.tiles[t][2][:, j:j + 1]), c.add_(led.tiles[t][3][:, j:j + 1])
         dV = dV.addcmul_(V, c.mul_(r).mul_(r), value=-1 / V.size(-1)).squeeze(1) # (R, C)
         for more in (led.carry[i], None if grad is None else grad.reshape(V.size(0), -1)):
             if more is not None:
@@ -207,3 +206,109 @@ def attnres_mix(state, res, norm=None):
     if res is None:
         return x if norm is None else norm(x)
     return Mix.apply(led, ids, x, res, *(None, 0) if norm is None else (norm.weight, norm.eps))
+
+# -----------------------------------------------------------------------------
+# MoDA
+#
+#     lse = log(exp(lse_seq) + sum_j exp(z_j)),  z_j = <q, k_j>,  y = exp(lse_seq - lse) y_seq + sum_j exp(z_j - lse) v_j
+#
+# y_seq, lse_seq are the library's flash attention over the sequence. Its backward, called with the merged y and lse, makes the joint
+# probabilities exp(s - lse) and the joint <dy, y> of them, so its dq, dk, dv are right, and the depth part is
+#     ds_j = p_j (<dy, v_j> - <dy, y>),  dq += ds_j k_j,  dk_j += ds_j q,  dv_j += p_j dy
+# Saved: q, k, v, y, lse; p is made again. dk_j, dv_j are summed in place over the layers that read slot j; the first of them, whose
+# backward runs last, hands them over.
+
+def flash(q, k, v, scale, back=None):
+    # causal attention of the library -> y, lse, *rest; with back = (dy, y, lse, *rest) -> dq, dk, dv. Private ops, so all calls are here
+    cpu, D = q.device.type == "cpu", q.size(-1)
+    name = "_scaled_dot_product_flash_attention" + "_for_cpu" * cpu + "_backward" * (back is not None)
+    op = getattr(torch.ops.aten, name, None)
+    if op is None or not cpu and q.dtype not in (torch.bfloat16, torch.float16):
+        raise RuntimeError(f"fused MoDA needs aten::{name} of torch for {q.dtype} on {q.device.type}, which torch {torch.__version__} does not have")
+    if cpu:
+        return op(q, k, v, 0.0, True, scale=scale) if back is None else op(back[0], q, k, v, *back[1:], 0.0, True, scale=scale)
+    q, k, v, *dyy = (F.pad(x, (0, -D % 8)) for x in (q, k, v, *(back or ())[:2])) # heads in multiples of 8
+    if back is None:
+        y, lse, *rest = op(q, k, v, 0.0, True, False, scale=scale)
+        return y[..., :D], lse, *rest[:6]
+    lse, cum_q, cum_k, max_q, max_k, seed, offset = back[2:]
+    return [x[..., :D] for x in op(dyy[0], q, k, v, dyy[1], lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset, scale=scale)]
+
+class DepthAttention(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, sums, first, q, k, v, *slots):
+        ctx.sums, ctx.first, ctx.scale = sums, first, q.size(-1) ** -0.5
+        y, lse_seq, *ctx.rest = flash(q, k, v, ctx.scale)
+        q_, y = (x.to(wide(x)).unflatten(1, (k.size(1), -1)) for x in (q * ctx.scale, y)) # (B, Hkv, G, T, D)
+        lse_seq, tmp = lse_seq.unflatten(1, q_.shape[1:3]), torch.empty_like(q_) # (B, Hkv, G, T), (B, Hkv, G, T, D)
+        z = torch.stack([torch.mul(q_, k.unsqueeze(2), out=tmp).sum(-1) for k in slots[::2]]) # (S, B, Hkv, G, T)
+        lse = torch.logaddexp(lse_seq, z.logsumexp(0)) # (B, Hkv, G, T)
+        y = y * (lse_seq - lse).exp_().unsqueeze(-1)
+        for p, v_ in zip(z.sub_(lse).exp_().unsqueeze(-1), slots[1::2]):
+            y.addcmul_(p, v_.unsqueeze(2))
+        y, lse = y.flatten(1, 2).to(q.dtype), lse.flatten(1, 2) # (B, H, T, D), (B, H, T)
+        ctx.save_for_backward(q, k, v, y, lse, *slots)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, y, lse, *slots = ctx.saved_tensors
+        dq, dk, dv = flash(q, k, v, ctx.scale, (dy, y, lse, *ctx.rest))
+        q_, y, dy = (x.to(wide(x)).unflatten(1, (k.size(1), -1)) for x in (q * ctx.scale, y, dy)) # (B, Hkv, G, T, D)
+        lse, tmp, dq_ = lse.unflatten(1, q_.shape[1:3]), torch.empty_like(q_), torch.zeros_like(q_)
+        D = torch.mul(dy, y, out=tmp).sum(-1) # (B, Hkv, G, T)
+        grads = []
+        for sums, first, k, v in zip(ctx.sums, ctx.first, slots[::2], slots[1::2]):
+            k_, v_ = k.unsqueeze(2), v.unsqueeze(2) # (B, Hkv, 1, T, D)
+            p = (torch.mul(q_, k_, out=tmp).sum(-1) - lse).exp_() # (B, Hkv, G, T)
+            ds = (torch.mul(dy, v_, out=tmp).sum(-1).sub_(D).mul_(p)).unsqueeze(-1) # (B, Hkv, G, T, 1)
+            dq_.addcmul_(ds, k_)
+            if not sums:
+                sums += [q_.new_zeros(k.shape), q_.new_zeros(k.shape)] # dk_j, dv_j (B, Hkv, T, D)
+            for g in range(q_.size(2)): # the query heads that share the key head
+                sums[0].addcmul_(ds[:, :, g], q_[:, :, g])
+                sums[1].addcmul_(p.unsqueeze(-1)[:, :, g], dy[:, :, g])
+            grads += [x.to(k.dtype) for x in sums] if first else [None, None]
+            if first:
+                sums.clear()
+        return None, None, dq + (dq_.flatten(1, 2) * ctx.scale).to(dq.dtype), dk, dv, *grads
+
+def moda_depth_attention(q, k, v, slots):
+    if not slots:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) < q.size(1)) # (B, H, T, D)
+    first = [not hasattr(k, "sums") for k, _ in slots]
+    for k_, _ in slots:
+        k_.sums = getattr(k_, "sums", []) # the ledger of a slot travels with its key
+    return DepthAttention.apply([k.sums for k, _ in slots], first, q, k, v, *(x for slot in slots for x in slot))
+
+# -----------------------------------------------------------------------------
+# The loss, without all logits at once: as many rows as make 2^22 of them. The gradients are made in the forward, where the logits are.
+# (linear_cross_entropy of torch 2.13 returns the loss in the dtype of x: in bfloat16 that is 3 decimal digits.)
+
+class LMLoss(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, w, targets, grad):
+        rows, n, loss, dx = max(1, 2**22 // w.size(0)), (targets != -1).sum(), 0, []
+        with torch.autocast(x.device.type, enabled=False):
+            w_, dw = w.to(x.dtype), torch.zeros_like(w) if grad else None # (V, C)
+            for x_, t in zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows)):
+                s = (x_ @ w_.T).to(wide(x)) # (rows, V)
+                lse, keep, t = s.logsumexp(1, keepdim=True), (t != -1).unsqueeze(1), t.clamp(min=0).unsqueeze(1) # (rows, 1)
+                loss = loss + ((lse - s.gather(1, t)) * keep).sum()
+                if grad: # ds = (softmax(s) - onehot) / n
+                    s.sub_(lse).exp_().scatter_add_(1, t, -torch.ones_like(lse)).mul_(keep.to(s.dtype) / n)
+                    s = s.to(x.dtype)
+                    dx.append(s @ w_) # (rows, C)
+                    dw += s.T @ x_
+        ctx.save_for_backward(torch.cat(dx).view(x.shape) if grad else None, dw)
+        return loss / n
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx, dw = ctx.saved_tensors
+        return dx * dloss.to(dx.dtype), dw * dloss, None, None
+
+def lm_loss(x, w, targets):
+    return LMLoss.apply(x, w, targets, torch.is_grad_enabled())
