@@ -624,25 +624,28 @@ def layer_stats(model, cfg, x, y):
     return dict(norm=[h.norm(dim=-1).mean().item() for h in hidden], variance=[h[:, 1:].var().item() for h in hidden],
                 grad_norm=[sum(g.double().square().sum().item() for _, g in zip(n, grads) if g is not None) ** 0.5 for n in new])
 
-def speed_up(model, cfg):
-    # kernels.py and torch.compile, each in place; depth mixing stays outside the compiled part
-    module, fused = sys.modules[type(model).__module__], False
+def speed_up(model, cfg, rank=0):
+    # kernels.py and torch.compile, each in place; depth mixing stays outside the compiled part. Returns what swaps the kernels out again
+    module, undo = sys.modules[type(model).__module__], None
     if cfg.fused != "off":
         import kernels
-        fused = cfg.fused == "on" or kernels.gains(module, cfg.device)
-        if fused:
-            kernels.fuse(module)
+        if cfg.fused == "on" or kernels.gains(module, cfg.device):
+            try:
+                undo = kernels.fuse(module, say=print if rank == 0 else lambda _: None)
+            except ValueError as e:
+                fail(f"--fused: {e}; use --fused off")
     if cfg.compile:
-        whole = not fused and not getattr(module, "GROWS", False)
+        whole = not undo and not getattr(module, "GROWS", False)
         for block in model.h:
             for part in [block] if whole else [block.mlp] if hasattr(module, "depth_attention") else [block.attn, block.mlp]:
                 part.compile()
+    return undo
 
 def train(cfg, run, model, data, val, rank, world):
     # the loop: returns the exit status
     optimizers = make_optimizers(model, cfg)
     step, seconds = resume(run, cfg, model, optimizers) if cfg.resume else (0, 0.0)
-    speed_up(model, cfg)
+    undo = speed_up(model, cfg, rank)
     net = DistributedDataParallel(model) if world > 1 else model
     sequences = cfg.batch_tokens // cfg.block_size
     accum = sequences // world // cfg.micro_batch
@@ -670,7 +673,11 @@ def train(cfg, run, model, data, val, rank, world):
                 status = "diverged"
                 break
         if rank == 0 and cfg.layer_stats_every and step % cfg.layer_stats_every == 0:
+            if undo: # on the plain model
+                undo()
             write(step=step, layer_stats=layer_stats(model, cfg, *(t.to(cfg.device) for t in val.batch(range(min(cfg.micro_batch, len(val)))))))
+            if undo:
+                undo = sys.modules["kernels"].fuse(sys.modules[type(model).__module__], say=lambda _: None)
         if last or cfg.save_every and step and step % cfg.save_every == 0:
             save()
         if last:
