@@ -138,7 +138,7 @@ def test_refusals(tmp_path, monkeypatch, capsys):
     assert "mbpp" in fails(capsys, evaluate.main, path) and "nowhere.jsonl" in fails(capsys, evaluate.main, path, "--task", "nowhere.jsonl")
     for bad in ({"prompt": "x"}, {"prompt": "x", "choices": ["a"], "answer": 1}, {"prompt": 1, "target": "x"}, ["x"], {"prompt": "x", "choices": ["a"], "answer": 0}):
         assert "line 2" in fails(capsys, evaluate.main, path, "--task", lines(tmp_path / "bad.jsonl", ROWS[0], bad))
-    assert "no such checkpoint" in fails(capsys, evaluate.main, tmp_path / "none", "--task", lines(tmp_path / "t.jsonl", *ROWS))
+    assert "no such run" in fails(capsys, evaluate.main, tmp_path / "none", "--task", lines(tmp_path / "t.jsonl", *ROWS))
     small, _ = checkpoint(tmp_path / "neox", tokenizer="gpt9")
     assert "gpt9" in fails(capsys, evaluate.main, small, "--task", tmp_path / "t.jsonl")
     fails(capsys, evaluate.main, "--task", code=2)
