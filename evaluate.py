@@ -153,7 +153,11 @@ def main(argv=None):
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", default="", help="also write the JSON to this file")
     args = p.parse_args(argv)
-    for run in args.runs: # before the data sets are fetched
+    try: # before the data sets are fetched
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as e:
+        fail(f"--device: {args.device}: {str(e).splitlines()[0]}")
+    for run in args.runs:
         Path(run).exists() or fail(f"{run}: no such run directory or checkpoint")
     tasks = {t: read_task(t)[:args.limit or None] for t in (TASKS if args.task == "all" else args.task.split(","))}
     results = {}

@@ -58,7 +58,10 @@ def main(argv=None):
         prompt = Path(args.prompt_file).read_text(encoding="utf-8") if args.prompt_file else args.prompt
     except (OSError, UnicodeDecodeError) as e:
         fail(f"--prompt_file: {args.prompt_file}: {e}")
-    model, generator = model.to(args.device), torch.Generator(args.device).manual_seed(args.seed)
+    try:
+        model, generator = model.to(args.device), torch.Generator(args.device).manual_seed(args.seed)
+    except (RuntimeError, AssertionError) as e:
+        fail(f"--device: {args.device}, --seed {args.seed}: {str(e).splitlines()[0]}")
     for i in range(args.num_samples):
         print("---\n" * (i > 0) + prompt, end="", flush=True)
         decoder = codecs.getincrementaldecoder("utf-8")("replace") # a token may hold half a character

@@ -142,6 +142,8 @@ def test_refusals(tmp_path, monkeypatch, capsys):
     small, _ = checkpoint(tmp_path / "neox", tokenizer="gpt9")
     assert "gpt9" in fails(capsys, evaluate.main, small, "--task", tmp_path / "t.jsonl")
     fails(capsys, evaluate.main, "--task", code=2)
+    for main in (evaluate.main, sample.main):
+        assert "--device" in fails(capsys, main, path, "--device", "abacus")
 
 # -----------------------------------------------------------------------------
 # sample.py
