@@ -1,0 +1,221 @@
+"""
+What does an architecture cost? Step time beside Pre-LN in the same run, memory, bytes moved.
+
+    python bench.py                             # every architecture, plain and fused: forward and backward of the stack of blocks
+    python bench.py hc attnres --n_layer 32 --n_embd 128 --rounds 11
+    python bench.py preln --train               # training steps: embedding, head, loss, clipping and optimizer too
+    python bench.py --report                    # kernels.py compiled ahead of time for sm_80 and sm_90, and the bytes that it moves; needs no GPU
+
+Every arm runs between two runs of plain Pre-LN, in turn; its time is divided by the mean of the two. Printed: median [quartiles].
+"""
+import argparse
+import contextlib
+import gc
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+
+import torch
+
+from train import TrainConfig, fail, find_models, make_optimizers, speed_up
+
+PRELN = "preln", "plain" # the arm that all others are measured against
+HOT = ("connect", "push", "mix", "depth_attention") # what fuse() swaps inside the stack; lm_loss is outside of it
+
+def build(name, arm, args):
+    # the model of an arm; the module is loaded once per arm, so that fusing one leaves the other plain
+    path, overrides = find_models()[name]
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_{arm}", path)
+    if spec.name not in sys.modules:
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
+    module, fields = sys.modules[spec.name], {**overrides, **vars(args)}
+    model = module.GPT(module.GPTConfig(**{k: v for k, v in fields.items() if k in module.GPTConfig.__dataclass_fields__})).to(args.device)
+    for p in model.parameters(): # zero gates and queries would be a special case
+        torch.nn.init.normal_(p, std=0.02) if not p.any() else None
+    with contextlib.redirect_stdout(sys.stderr):
+        speed_up(model, SimpleNamespace(fused="on" if arm == "fused" else "off", compile=args.compile, device=args.device))
+    return model
+
+def make_arm(name, arm, args):
+    # (forward, step, FLOPs of one sequence): forward leaves what its backward needs, step does both
+    model, T = build(name, arm, args), args.block_size
+    idx = torch.randint(args.vocab_size, (args.tokens // T, T + 1), device=args.device) # (B, T+1)
+    x = torch.randn(args.tokens // T, T, args.n_embd, device=args.device, dtype=getattr(torch, args.dtype), requires_grad=True) # (B, T, C)
+    dy = None if args.train else torch.randn_like(x) # (B, T, C)
+    optimizers = make_optimizers(model, SimpleNamespace(**{**vars(TrainConfig()), "optimizer": args.optimizer})) if args.train else []
+
+    def forward():
+        with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            if args.train:
+                return model(idx[:, :-1], idx[:, 1:])[1]
+            state = model.begin(x)
+            for block in model.h:
+                state = block(state)
+            return model.readout(state) # (B, T, C)
+
+    def step():
+        forward().backward(dy)
+        if args.train:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+
+    return forward, step, model.flops(T) - (0 if args.train else 2 * T * args.n_embd * args.vocab_size)
+
+# -----------------------------------------------------------------------------
+# Time and memory
+
+def seconds(step, device):
+    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
+    sync()
+    start = time.perf_counter()
+    step()
+    sync()
+    return time.perf_counter() - start
+
+def interleave(steps, args):
+    # {arm: (times divided by those of Pre-LN before and after, times)}
+    out = {arm: ([], []) for arm in steps}
+    for i in range(-2, args.rounds): # two rounds to warm up
+        before = seconds(steps[PRELN], args.device)
+        for arm, (ratios, times) in out.items():
+            took, after = seconds(steps[arm], args.device), seconds(steps[PRELN], args.device)
+            if i >= 0:
+                ratios.append(2 * took / (before + after))
+                times.append(took)
+            before = after
+        print(f"\rround {i + 1}/{args.rounds}", end="" if i + 1 < args.rounds else "\n", file=sys.stderr, flush=True)
+    return out
+
+def saved_bytes(forward):
+    # what a forward pass leaves for its backward pass: autograd's saved tensors, and those that objects hold, as the ledger of AttnRes does
+    def note(t):
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+    gc.collect()
+    storages = {}
+    list(map(note, (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))))
+    before, storages = storages, {}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        y = forward()
+    gc.collect()
+    list(map(note, (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t is not y)))
+    return sum(n for ptr, n in storages.items() if ptr not in before)
+
+def peak_bytes(name, arm, args):
+    # of two steps, on the device, or in this process where it does nothing else
+    _, step, _ = make_arm(name, arm, args)
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        torch.set_num_threads(args.threads)
+    step()
+    step()
+    if args.device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    with contextlib.suppress(OSError): # getrusage would count the parent, up to exec
+        return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith("VmHWM"))
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss # macOS: in bytes
+
+# -----------------------------------------------------------------------------
+# Bandwidth: of a copy of 1 GiB, and of every fused op by the times of its kernels in one step
+
+def bandwidth(arms, args):
+    import kernels
+    from torch.profiler import ProfilerActivity, profile
+    x, y = torch.zeros(2, 2**28, device="cuda")
+    copy = 2 * x.nbytes / statistics.median(seconds(lambda: y.copy_(x), "cuda") for _ in range(20))
+    print(f"\ncopy: {copy / 1e9:.0f} GB/s\n\n| model | op | MB moved | us | GB/s | of copy |\n|---|---|---|---|---|---|")
+    for (name, arm), (_, step, _) in arms.items():
+        if arm == "fused":
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as p:
+                seconds(step, "cuda")
+            for op, (prefix, moved, _) in kernels.traffic(name, args.n_layer).items():
+                us, size = sum(e.self_device_time_total for e in p.key_averages() if e.key.startswith(prefix)), moved * args.tokens * args.vector
+                print(f"| {name} | {op} | {size / 1e6:.1f} | {us:.0f} | " + (f"{size / us / 1e3:.0f} | {size / us * 1e6 / copy:.0%} |" if us else "| no such kernel ran |"))
+
+def report(args):
+    # what can be said without a device
+    import kernels
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        fail("--report: TRITON_INTERPRET=1 replaces the compiler; unset it")
+    tool, spilled = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump"), False
+    print("| kernel | d | sm | regs | shared | spills |\n|---|---|---|---|---|---|")
+    for d, sm in itertools.product(args.widths, (80, 90)):
+        for name, kernel, signature, constexprs, warps in kernels.ahead_of_time(d):
+            done = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps))
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+                f.write(done.asm["cubin"])
+                f.flush()
+                used = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+            regs, stack, local = (int(re.search(rf"{k}:(\d+)", used)[1]) for k in ("REG", "STACK", "LOCAL"))
+            print(f"| {name} | {d} | {sm} | {regs} | {done.metadata.shared} | {stack + local} |", flush=True)
+            spilled |= stack + local > 0
+    print(f"\n{args.n_layer} blocks of width {args.n_embd}, {args.dtype}\n\n| model | op | bytes/token moved | limit | ratio |\n|---|---|---|---|---|")
+    for name in args.models:
+        for op, (_, moved, limit) in kernels.traffic(name, args.n_layer).items():
+            print(f"| {name} | {op} | {moved * args.vector:,.0f} | {limit * args.vector:,.0f} | {moved / limit:.2f} |")
+    return int(spilled)
+
+def table(args):
+    arms = {arm: make_arm(*arm, args) for arm in args.arms}
+    times = interleave({arm: step for arm, (_, step, _) in arms.items()}, args)
+    print(f"{'Training step' if args.train else 'Forward and backward of the stack'}, {args.n_layer} blocks of width {args.n_embd}, {args.tokens} tokens in sequences of "
+          f"{args.block_size}, {args.dtype}, {torch.cuda.get_device_name() if args.device == 'cuda' else f'{args.threads} CPU threads'}, torch {torch.__version__}, {args.rounds} rounds\n")
+    print("| model | arm | x Pre-LN | ms | tokens/s | FLOPs x | peak MB of the process | saved bytes/token/sub-layer |\n|---|---|---|---|---|---|---|---|")
+    for (name, arm), (forward, _, flops) in arms.items():
+        ratios, ms = times[name, arm][0], statistics.median(times[name, arm][1]) * 1e3
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            peak = pool.apply(peak_bytes, (name, arm, args))
+        low, mid, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        print(f"| {name} | {arm} | {mid:.3f} [{low:.3f} {high:.3f}] | {ms:.1f} | {args.tokens / ms * 1e3:,.0f} | {flops / arms[PRELN][2]:.3f} | {peak / 1e6:,.0f} | "
+              f"{saved_bytes(forward) / args.tokens / 2 / args.n_layer:,.0f} |", flush=True)
+    if args.device == "cuda" and any(arm == "fused" for _, arm in arms):
+        bandwidth(arms, args)
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="names as of train.py --model; none: all")
+    for name, default, text in (("n_layer", 8, "blocks"), ("n_head", 4, "heads"), ("n_embd", 256, "width"), ("block_size", 256, "tokens per sequence"), ("tokens", 1024, "tokens per step"),
+                                ("vocab_size", 65, "with --train"), ("rounds", 9, "timed rounds, after two to warm up"), ("threads", torch.get_num_threads(), "CPU threads")):
+        parser.add_argument("--" + name, type=int, default=default, help=f"{text} [{default}]")
+    parser.add_argument("--arms", default="plain,fused", help="[plain,fused]")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="[bfloat16 on cuda, else float32]")
+    parser.add_argument("--compile", action="store_true", help="torch.compile all arms as train.py does")
+    parser.add_argument("--train", action="store_true", help="time training steps")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help="with --train")
+    parser.add_argument("--report", action="store_true", help="kernels and bytes, no timing")
+    parser.add_argument("--widths", type=int, nargs="+", default=[640, 1024, 1216, 2048], help="with --report")
+    args, known = parser.parse_args(argv), find_models()
+    args.dtype, args.models = args.dtype or ("bfloat16" if args.device == "cuda" else "float32"), args.models or list(known)
+    args.vector = args.n_embd * getattr(torch, args.dtype).itemsize # bytes of one vector of one token
+    for name in args.models:
+        if name not in known:
+            fail(f"{name}: is not one of {', '.join(known)}")
+    if args.tokens % args.block_size or args.rounds < 2:
+        fail(f"--tokens {args.tokens} must be a multiple of --block_size {args.block_size}, --rounds {args.rounds} at least 2")
+    if args.report:
+        return report(args)
+    torch.set_num_threads(args.threads)
+    swapped = lambda name: args.train or any(f"def {f}(" in known[name][0].read_text(encoding="utf-8") for f in HOT)
+    args.arms = [PRELN, *((m, a) for m in args.models for a in args.arms.split(",") if (m, a) != PRELN and (a == "plain" or swapped(m)))]
+    table(args)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""
+bench.py: what it measures, measured against things whose cost is known. Run: python -m pytest tests/test_bench.py
+"""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--n_layer", "2", "--n_embd", "16", "--n_head", "2", "--tokens", "32", "--block_size", "16", "--rounds", "2", "--threads", "1"]
+
+class Hoard(torch.autograd.Function):
+    # keeps y for the backward pass, and two copies of it where autograd does not see them
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x * 3
+        ctx.save_for_backward(y)
+        ctx.more = [y.clone(), y.clone()]
+        return y * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 6 * dy
+
+def test_saved_bytes():
+    # to the byte: a saved output, an input that was there before, tensors that an object holds, nothing for what is freed
+    x, w = torch.randn(1000, requires_grad=True), torch.randn(1000, requires_grad=True)
+    assert bench.saved_bytes(lambda: (x.exp() * 1.0).sum()) == 4000
+    assert bench.saved_bytes(lambda: (x * w).sum()) == 0
+    assert bench.saved_bytes(lambda: Hoard.apply(x).sum()) == 3 * 4000
+    with torch.no_grad():
+        assert bench.saved_bytes(lambda: (x.exp() * 1.0).sum()) == 0
+
+def test_saved_bytes_grow_as_the_plain_mix_does():
+    # every mix of the plain AttnRes file keeps something of every source: per sub-layer it grows with the depth, that of Pre-LN does not
+    per = {}
+    for name in ("preln", "attnres"):
+        for L in (2, 16):
+            args = bench_args(name, "--n_layer", str(L))
+            per[name, L] = bench.saved_bytes(bench.make_arm(name, "plain", args)[0]) / L
+    assert per["preln", 16] < 1.05 * per["preln", 2] and per["attnres", 16] > 1.1 * per["attnres", 2]
+
+def bench_args(*argv):
+    seen = []
+    before, bench.table = bench.table, seen.append
+    try:
+        bench.main([*argv, *TINY[:2 * ("--n_layer" not in argv)], *TINY[2:], "--arms", "plain"])
+    finally:
+        bench.table = before
+    return seen[0]
+
+def test_every_arm_is_beside_preln(monkeypatch):
+    # a machine that becomes slower during the run changes no ratio
+    clock, order = [1.0], []
+    def seconds(step, device):
+        clock[0] *= 1.0001
+        order.append(step)
+        return clock[0] * dict(p=1, a=3, b=0.5)[step]
+    monkeypatch.setattr(bench, "seconds", seconds)
+    out = bench.interleave({bench.PRELN: "p", ("a", "plain"): "a", ("b", "fused"): "b"}, SimpleNamespace(rounds=5, device="cpu"))
+    assert [len(r) for r, _ in out.values()] == [5, 5, 5] and all(order[i - 1] == order[i + 1] == "p" for i, s in enumerate(order) if s != "p")
+    for arm, want in ((bench.PRELN, 1), (("a", "plain"), 3), (("b", "fused"), 0.5)):
+        assert all(abs(r / want - 1) < 1e-6 for r in out[arm][0])
+        assert not all(abs(t / out[arm][1][0] - 1) < 1e-6 for t in out[arm][1]) # the bare times would not do
+
+@pytest.mark.parametrize("extra", [["hc"], ["hc", "--train", "--optimizer", "muon"]])
+def test_table(capsys, extra):
+    assert bench.main([*extra, *TINY, "--arms", "plain"]) is None
+    rows = [x.split("|")[1:-1] for x in capsys.readouterr().out.splitlines() if x.startswith("|")][2:]
+    assert [r[0].strip() for r in rows] == ["preln", "hc"]
+    flops = float(rows[1][5])
+    assert flops == pytest.approx(1 + hc_flops(train="--train" in extra), abs=1e-3)
+    assert all(float(re.sub(r"[,\[\]]", "", c).split()[0]) > 0 for r in rows for c in r[2:])
+
+def hc_flops(train, T=16, d=16, L=2, n=4, V=65):
+    # the depth part of spec: App. D of DepthBench, over the FLOPs of Pre-LN
+    stack = L * (8 * T * d * d + 6 * T * d * 48 + 2 * T * T * d) + (2 * T * d * V if train else 0)
+    model = bench.build("hc", "plain", bench_args("hc"))
+    return model.depth_flops(T) / stack
+
+def test_words_for_mistakes(capsys):
+    for argv, words in ((["hcc"], "hcc: is not one of"), (["hc", "--tokens", "100", "--block_size", "64"], "must be a multiple")):
+        with pytest.raises(SystemExit) as e:
+            bench.main(argv)
+        assert e.value.code == 1 and words in capsys.readouterr().err
+
+KERNELS = '''
+import triton
+import triton.language as tl
+
+@triton.jit
+def good_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    tl.store(y_ptr + o, tl.load(x_ptr + o, mask=o < n, other=0).to(tl.float32) + 1, mask=o < n)
+
+@triton.jit
+def greedy_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(n):
+        total = total + tl.load(x_ptr + i * BLOCK + o) * total
+    tl.store(y_ptr + o, total)
+
+def ahead_of_time(d):
+    for kernel in KERNELS:
+        yield kernel.__name__, kernel, dict(x_ptr="*fp32", y_ptr="*fp32", n="i32", BLOCK="constexpr"), dict(BLOCK=d), 8 if kernel is good_kernel else 1
+
+def traffic(model, n_layer):
+    return {"forward": ("good", 10 * n_layer, 8 * n_layer)} if model == "hc" else {}
+'''
+
+@pytest.mark.parametrize("kernels,status", [("good_kernel,", 0), ("good_kernel, greedy_kernel", 1)])
+@pytest.mark.skipif(sys.platform != "linux", reason="triton")
+def test_report(tmp_path, kernels, status):
+    # registers and spills as the bundled tool reads them from the binary: 8,192 floats of state do not fit 32 threads
+    (tmp_path / "kernels.py").write_text(KERNELS.replace("in KERNELS", f"in ({kernels})"))
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import bench; sys.exit(bench.main(['preln', 'hc', '--report', '--widths', '8192']))"
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert p.returncode == status, p.stderr
+    rows = [[c.strip() for c in x.split("|")[1:-1]] for x in p.stdout.splitlines() if x.startswith("| ")]
+    spills = {(r[0], r[2]): int(r[5]) for r in rows if r[0].endswith("_kernel")}
+    assert set(spills) == {(k.strip(), sm) for k in kernels.split(",") if k for sm in ("80", "90")}
+    assert all((s > 0) == (k == "greedy_kernel") for (k, _), s in spills.items())
+    assert rows[-1] == ["hc", "forward", f"{80 * 1024:,}", f"{64 * 1024:,}", "1.25"]
