@@ -36,7 +36,7 @@ COLORS = { # one colour per architecture in every figure, and the order of table
 # Runs: what training left in out/<run>, whatever state it is in
 
 def read_run(path):
-    # the fields of log.jsonl, config.json and result.json, the later winning; status finished, diverged, incomplete or missing
+    # the fields of config.json, log.jsonl and result.json, the later winning; status finished, diverged, incomplete or missing
     config, result, log, rows = read_json(path / "config.json"), read_json(path / "result.json"), path / "log.jsonl", {}
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError): # a line cut off, a warning in between
@@ -53,48 +53,48 @@ def read_run(path):
 def experiments(runs):
     # runs that differ in learning rate and seed only, together: [{model, n_layer, n_embd, label, panel, runs, rates, best, result}]
     # rates: {lr: {mean, std, n, runs}} of finished and diverged runs, mean nan where a seed diverged; best: the one of the least mean
-    order = lambda run: ((*COLORS, run["model"]).index(run["model"]), run["model"], run["n_layer"], run["n_embd"])
+    place = lambda run: ((*COLORS, run["model"]).index(run["model"]), run["model"], run["n_layer"], run["n_embd"])
     groups, out = {}, []
-    for run in sorted((r for r in runs if r["status"] != "missing"), key=lambda r: (*order(r), r["learning_rate"], r["seed"])):
-        groups.setdefault((order(run), frozenset(run["setting"])), []).append(run)
-    for (key, setting), members in groups.items():
-        extra = setting - frozenset.intersection(*(s for k, s in groups if k == key)) # where experiments of one model and shape differ
-        rates, label = {}, " ".join([key[1]] + [f"{k}={v}" for k, v in sorted(extra)])
+    for run in sorted((r for r in runs if r["status"] != "missing"), key=lambda r: (*place(r), r["learning_rate"], r["seed"])):
+        groups.setdefault((place(run), frozenset(run["setting"])), []).append(run)
+    told = {(a[1], k) for a, s in groups for b, t in groups if a == b for k, _ in s ^ t} # what differs between experiments of one model and shape
+    for ((_, model, L, d), setting), members in groups.items():
+        rates, label = {}, " ".join([model] + [f"{k}={v}" for k, v in sorted(setting) if (model, k) in told])
         for lr, same in itertools.groupby((r for r in members if r["status"] != "incomplete"), key=lambda r: r["learning_rate"]):
             same = list(same)
             loss = np.array([r["val_loss"] if r["status"] == "finished" else math.nan for r in same])
             rates[lr] = dict(mean=loss.mean().item(), std=loss.std(ddof=1).item() if len(loss) > 1 else 0.0, n=len(loss), runs=same)
         best = min((lr for lr, r in rates.items() if math.isfinite(r["mean"])), key=lambda lr: rates[lr]["mean"], default=None)
         result = cell(rates[best]) if best is not None else "diverged" if rates else f"incomplete at step {max(r['step'] for r in members)}"
-        out.append(dict(model=key[1], n_layer=key[2], n_embd=key[3], label=label, panel=f"L {key[2]}, d {key[3]}", runs=members, rates=rates, best=best, result=result))
+        out.append(dict(model=model, n_layer=L, n_embd=d, label=label, panel=f"L {L}, d {d}", runs=members, rates=rates, best=best, result=result))
     return out or fail("no run in these directories")
 
 def cell(r):
     return "diverged" if not math.isfinite(r["mean"]) else f"{r['mean']:.4f}" + (f" ± {r['std']:.4f} (n {r['n']})" if r["n"] > 1 else "")
 
 def markdown(head, rows):
-    print("\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows]) + "\n")
+    print("\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head.split(", "), ["---"] * len(head.split(", ")), *rows]) + "\n")
 
 def table(runs, args):
     # Markdown: the losses at a glance, then every experiment with all its rates; --csv: every run
+    fields, rows = "model n_layer n_embd n_params n_params_depth learning_rate seed tokens val_loss seconds status name".split(), []
     if args.csv:
-        fields = "model n_layer n_embd n_params n_params_depth learning_rate seed tokens val_loss seconds status name".split()
         with open(args.csv, "w", newline="", encoding="utf-8") as f:
             writer = csv.DictWriter(f, fields, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(sorted(runs, key=lambda r: [r[k] for k in ("model", "n_layer", "n_embd", "learning_rate", "seed")]))
     print("".join(f"missing: {run['name']}\n" for run in runs if run["status"] == "missing"), end="")
-    es, rows = experiments(runs), []
-    at = {(e["label"], e["panel"]): e["result"] for e in es}
-    shapes = dict.fromkeys(e["panel"] for e in sorted(es, key=lambda e: (e["n_layer"], e["n_embd"])))
-    print("Validation loss (nats per token) at the best learning rate, mean ± standard deviation over n seeds\n")
-    markdown(["model", *shapes], [[name] + [at.get((name, s), "") for s in shapes] for name in dict.fromkeys(e["label"] for e in es)])
+    es = experiments(runs)
     for e in es:
         others = [f"{lr:g}: {cell(r)}" for lr, r in e["rates"].items() if lr != e["best"]]
         others += [f"{r['learning_rate']:g}: incomplete at step {r['step']}" for r in e["runs"] if r["status"] == "incomplete"]
         top = [f"{max(r[k] for r in e['runs']):,}" for k in ("n_params", "n_params_depth", "tokens")]
         rows.append([e["label"], e["n_layer"], e["n_embd"], *top, e["best"] or "", e["result"], "; ".join(others)])
-    markdown("model, L, d, parameters, of these for depth, tokens, learning rate, validation loss, other learning rates".split(", "), rows)
+    shapes = dict.fromkeys(e["panel"] for e in sorted(es, key=lambda e: (e["n_layer"], e["n_embd"])))
+    at = {(e["label"], e["panel"]): e["result"] for e in es}
+    print("Validation loss (nats per token) at the best learning rate, mean ± standard deviation over n seeds\n")
+    markdown(", ".join(["model", *(s.replace(",", "") for s in shapes)]), [[name] + [at.get((name, s), "") for s in shapes] for name in dict.fromkeys(e["label"] for e in es)])
+    markdown("model, L, d, parameters, of these for depth, tokens, learning rate, validation loss, other learning rates", rows)
 
 def curves(runs, args):
     # every run at its experiment's best rate; at all rates where there is none
@@ -123,7 +123,7 @@ def lr(runs, args):
         out.append(dict({k: e[k] for k in (*keys, "model", "panel")}, x=list(rates), loss=[r["mean"] for r in rates.values()], loss_error=[r["std"] for r in rates.values()],
                         lost=[lr for lr, r in rates.items() if not math.isfinite(r["mean"])], least=least, uniform=cap, shared=sorted(shared),
                         stable=max((lr for lr, r in rates.items() if r["mean"] <= least + 1), default=None), sensitivity=mean(shared & rates.keys()), sensitivity_own=mean(rates)))
-    markdown("model, L, d, best rate, loss, largest stable rate, LR sensitivity, over rates, over its own rates".split(", "), [[*(s[k] for k in keys),
+    markdown("model, L, d, best rate, loss, largest stable rate, LR sensitivity, over rates, over its own rates", [[*(s[k] for k in keys),
              f"{s['least']:.4f}", s["stable"], f"{s['sensitivity']:.4f}", " ".join(f"{r:g}" for r in s["shared"]), f"{s['sensitivity_own']:.4f}"] for s in out])
     return out
 
@@ -163,12 +163,6 @@ def swap(model, i, j):
             if a[name].shape == b[name].shape:
                 a[name].data, b[name].data = b[name].data, a[name].data
 
-# -----------------------------------------------------------------------------
-# Passes
-
-class Unfit(Exception):
-    """The measure has no meaning for this kind of checkpoint."""
-
 @contextlib.contextmanager
 def replaced(forwards):
     # {module: another forward}
@@ -180,20 +174,15 @@ def replaced(forwards):
         for module in forwards:
             del module.forward
 
-@contextlib.contextmanager
-def watched(modules):
-    # yields {module: what it returned last}, in the order of the first calls
-    found = {}
-    hooks = [m.register_forward_hook(lambda m, args, out: found.update({m: out})) for m in modules]
-    yield found
-    for hook in hooks:
-        hook.remove()
+# -----------------------------------------------------------------------------
+# Measures: (model, batches of x, y (B, T), args) -> {name: numbers}
 
-def begin(model, x):
-    return model.begin(model.embed(x))
+class Unfit(Exception):
+    """The measure has no meaning for this kind of checkpoint."""
 
-def states(model, state, start=0, skip=None):
-    # (l, state after l blocks), l = start .. L, from the state after `start` blocks
+def states(model, state, start=0):
+    # (l, state after l blocks), l = start .. L, from token ids or from the state after `start` blocks
+    state = model.begin(model.embed(state)) if torch.is_tensor(state) and state.dtype == torch.int64 else state
     yield start, state
     for l in range(start, len(model.h)):
         state = model.h[l](state)
@@ -201,22 +190,25 @@ def states(model, state, start=0, skip=None):
 
 def losses(model, states, y):
     # mean loss of each window (B) at the last of the states, the logits of one window at a time
-    *_, (_, state) = states
-    x = model.readout(state) # (B, T, C)
+    x = model.readout(list(states)[-1][1]) # (B, T, C)
     return torch.stack([model.head(x[b:b + 1], y[b:b + 1])[1] for b in range(len(y))])
 
 def over(rows, batches):
     # rows(x, y) of every batch, (windows, ...): one row per window
     return torch.cat([rows(x, y).double().cpu() for x, y in batches])
 
-def coefficients(model, x):
-    # {module: its coefficients} of every routing module, <thing>_attn, <thing>_mlp, <thing>_f, in the order of one true pass
-    with watched([m for name, m in model.named_modules() if re.search(r"(?<!norm)_(attn|mlp|f)$", name)]) as found:
-        model.trunk(x)
+def returned(model, x, names=r"(?<!norm)_(attn|mlp|f)$"):
+    # {module: what it returned in one pass}, in order; by default the coefficients of the routing modules <thing>_attn, <thing>_mlp, <thing>_f
+    found, modules = {}, [m for name, m in model.named_modules() if re.search(names, name)]
+    hooks = [m.register_forward_hook(lambda m, args, out: found.update({m: out})) for m in modules]
+    model.trunk(x)
+    for hook in hooks:
+        hook.remove()
     return found
 
-def linear(model, found, norm, branch):
-    # the coefficients held, and norm(k, h) and branch(k, *inputs) in the place of those of sub-layer k
+def linear(model, x, norm, branch):
+    # the coefficients of a pass over x held, and norm(k, h) and branch(k, *inputs) in the place of those of sub-layer k
+    found = returned(model, x)
     forwards = {m: lambda *args, out=out: out for m, out in found.items()}
     for k, (block, part) in enumerate(itertools.product(model.h, ("attn", "mlp"))):
         if not hasattr(block, f"norm_{part}") or not set(block.children()) - found.keys() <= {block.norm_attn, block.attn, block.norm_mlp, block.mlp}:
@@ -227,13 +219,10 @@ def linear(model, found, norm, branch):
 def unit(model, n, x): # (B, T, n, n), a unit vector for each of n
     return torch.eye(n, dtype=model.lm_head.weight.dtype, device=x.device).expand(*x.shape, -1, -1)
 
-# -----------------------------------------------------------------------------
-# Measures: (model, batches of x, y (B, T), args) -> {name: numbers}
-
 def angular(model, batches, args):
     # d(z_l, z_{l+n}) = arccos(cos) / pi, mean over tokens (DepthBench, Eq. 2)
     def rows(x, y):
-        z = [model.hidden(state, l) for l, state in states(model, begin(model, x))]
+        z = [model.hidden(state, l) for l, state in states(model, x)]
         u = (F.normalize(torch.stack([v[b] for v in z], dim=1).double(), dim=-1) for b in range(len(x))) # (T, L+1, C) each
         return torch.stack([(u @ u.mT).clamp(-1, 1).acos().mean(0) / math.pi for u in u]) # (B, L+1, L+1)
     d = over(rows, batches).mean(0)
@@ -250,7 +239,7 @@ def late(scores, threshold):
 def causal(model, batches, args):
     # C(s, l) = ||change of u_l where block s is skipped|| / ||u_l||, mean over tokens (Eq. 3)
     def rows(x, y):
-        clean = [state for _, state in states(model, begin(model, x))]
+        clean = [state for _, state in states(model, x)]
         z, out = [model.hidden(state, l) for l, state in enumerate(clean)], torch.zeros(len(x), len(model.h), len(model.h))
         for s in range(len(model.h)):
             with replaced(family(model)["skip"](model, s)):
@@ -266,14 +255,13 @@ def causal(model, batches, args):
 def permutation(model, batches, args):
     # P(i, j) = |loss with blocks i and j exchanged - loss| / loss (Eq. 4); the blocks below i run once
     def rows(x, y):
-        L = len(model.h)
-        out = torch.zeros(len(x), L + 1, L)
-        for i, state in states(model, begin(model, x)):
-            for j in range(i + 1, L):
+        out = torch.zeros(len(x), len(model.h) + 1, len(model.h))
+        for i, state in states(model, x):
+            for j in range(i + 1, len(model.h)):
                 swap(model, i, j)
                 out[:, i, j] = losses(model, states(model, state, i), y)
                 swap(model, i, j)
-        out[:, L, 0] = losses(model, [(L, state)], y)
+        out[:, -1, 0] = losses(model, [(i, state)], y)
         return out
     *loss, (clean, *_) = over(rows, batches).mean(0)
     return dict(loss=clean, **late((torch.stack(loss) - clean).abs() / clean, args.thresholds[1]))
@@ -282,7 +270,7 @@ def prune(model, batches, args):
     # what loss and perplexity gain where block l is skipped
     def rows(x, y):
         out = []
-        for l, state in states(model, begin(model, x)):
+        for l, state in states(model, x):
             with replaced(family(model)["skip"](model, l) if l < len(model.h) else {}):
                 out.append(losses(model, states(model, state, l), y))
         return torch.stack(out, dim=1) # (B, L+1), the last with all blocks
@@ -293,7 +281,7 @@ def lens(model, batches, args):
     # KL(final prediction || prediction from the state after l blocks) in nats per token
     logp = lambda h: model.head(h.unsqueeze(0))[0].double().log_softmax(-1) # (1, T, V), of one window
     def rows(x, y):
-        windows = list(zip(*(family(model)["lens"](model, state, l) for l, state in states(model, begin(model, x))))) # B of L+1 of (T, C)
+        windows = list(zip(*(family(model)["lens"](model, state, l) for l, state in states(model, x)))) # B of L+1 of (T, C)
         finals = map(logp, (w[-1] for w in windows))
         return torch.stack([torch.stack([F.kl_div(logp(h), final, log_target=True, reduction="sum") / x.size(1) for h in w]) for w, final in zip(windows, finals)])
     return dict(kl=over(rows, batches).mean(0))
@@ -308,18 +296,17 @@ def paths(model, batches, args):
             if k not in reads or len(inputs) > 1:
                 raise Unfit("its stream is normed, or its sub-layers read more than the stream")
             return one[..., k + 1, :] # (B, T, K+1)
-        with linear(model, coefficients(model, x), reads.setdefault, branch):
-            *_, (_, state) = states(model, model.begin(one[..., 0, :]))
-            reads[K] = model.readout(state)
+        with linear(model, x, reads.setdefault, branch):
+            reads[K] = model.readout(list(states(model, model.begin(one[..., 0, :])))[-1][1])
         return torch.stack([reads[k].mean(1) for k in range(K + 1)], dim=1) # (B, K+1, K+1)
     return dict(weights=over(rows, batches).mean(0).masked_fill(torch.ones(K + 1, K + 1).triu(1).bool(), math.nan))
 
 def products(model, x):
     # (B, T, L+1, N, N): the product of all residual maps up to block l; row j: what of each stream of the start is in stream j now
-    n = model.hidden(begin(model, x), 0).size(-1) // model.config.n_embd
+    n = model.hidden(next(states(model, x))[1], 0).size(-1) // model.config.n_embd
     if n < 2:
         raise Unfit("it has no residual maps between streams; hc and mhc have")
-    with linear(model, coefficients(model, x), lambda k, h: h, lambda k, h: torch.zeros_like(h)): # stream i starts as unit vector i
+    with linear(model, x, lambda k, h: h, lambda k, h: torch.zeros_like(h)): # stream i starts as unit vector i
         return torch.stack([model.hidden(state, l).unflatten(-1, (n, n)) for l, state in states(model, (unit(model, n, x),))], dim=2)
 
 def transport(model, batches, args):
@@ -338,7 +325,7 @@ def transport(model, batches, args):
 def block_mix(model, batches, args):
     # Block AttnRes: the weight on the running sum at reader k = 1 .. 2L, null where its newest source is complete (Figure 9)
     def rows(x, y):
-        p = [out for out in coefficients(model, x).values() if torch.is_tensor(out)] # (S, B, T) for each reader
+        p = [out for out in returned(model, x).values() if torch.is_tensor(out)] # (S, B, T) for each reader
         sizes = [len(v) for v in p]
         if len(set(sizes)) == len(sizes):
             raise Unfit("it has no running sum; attnres_block has")
@@ -350,7 +337,7 @@ def gates(model, batches, args):
     # MGR: the write gates beta of the sub-layers that have them: distribution in 100 bins, mean by stream, largest; over tokens
     largest = {}
     def rows(x, y):
-        betas = [out[1].cpu() for out in coefficients(model, x).values() if isinstance(out, tuple) and len(out) == 2 and out[1].dim() == 3] # (B, T, N)
+        betas = [out[1].cpu() for out in returned(model, x).values() if isinstance(out, tuple) and len(out) == 2 and out[1].dim() == 3] # (B, T, N)
         if not betas:
             raise Unfit("it has no write gates; mgr has")
         largest.update({k: max(b.max(), largest.get(k, b.max())) for k, b in enumerate(betas)})
@@ -362,17 +349,14 @@ def activations(model, batches, args):
     # variance of z_l over features and tokens but the first; its norm; the three largest absolute entries of it and of what attention and MLP return
     top = {}
     def rows(x, y):
-        out = []
-        with watched([m for b in model.h for m in (b.attn, b.mlp)]) as found:
-            for l, state in states(model, begin(model, x)):
-                z = model.hidden(state, l).double()
-                out.append(torch.stack((z[:, 1:].mean((1, 2)), z[:, 1:].square().mean((1, 2)), z.norm(dim=-1).mean(1)), dim=-1)) # (B, 3)
-                for part, v in dict(hidden=z, **({k: found[getattr(model.h[l - 1], k)] for k in ("attn", "mlp")} if l else {})).items():
-                    v = (v[0] if isinstance(v, tuple) else v).abs().flatten().topk(3).values
-                    top[part, l] = torch.cat((top.get((part, l), v[:0]), v)).topk(3).values
-        return torch.stack(out, dim=1) # (B, L+1, 3)
+        z = [model.hidden(state, l).double() for l, state in states(model, x)]
+        for part, vs in dict(hidden=z, **{k: returned(model, x, rf"h\.\d+\.{k}$").values() for k in ("attn", "mlp")}).items():
+            for l, v in enumerate(vs):
+                v = (v[0] if isinstance(v, tuple) else v).abs().flatten().topk(3).values
+                top[part, l] = torch.cat((top.get((part, l), v[:0]), v)).topk(3).values
+        return torch.stack([torch.stack((v[:, 1:].mean((1, 2)), v[:, 1:].square().mean((1, 2)), v.norm(dim=-1).mean(1)), dim=-1) for v in z], dim=1) # (B, L+1, 3)
     mean, square, norm = over(rows, batches).mean(0).T
-    return dict(variance=square - mean**2, norm=norm) | {part: {f"top {i + 1}": [v[i] for (p, _), v in sorted(top.items()) if p == part] for i in range(3)} for part, _ in top}
+    return dict(variance=square - mean**2, norm=norm) | {part: {f"top {i + 1}": [v[i] for (p, _), v in top.items() if p == part] for i in range(3)} for part, _ in top}
 
 def grads(model, batches, args):
     # norm of the gradient of the mean loss, block by block
@@ -395,17 +379,18 @@ def norms(tensors, batches, args):
     sites, out = {}, dict(mean={}, q95={}, norm={}, angle={}, arc={}, explained={})
     for name in filter(re.compile(args.pattern).search, tensors):
         sites.setdefault(re.sub(r"\d+", "*", name, count=1), {})[int(re.search(r"\d+", name)[0])] = tensors[name].double()
+    if not sites:
+        raise Unfit(f"no tensor has a name like {args.pattern}; layerrope's gains are in schedule")
     for site, gains in sites.items():
-        layers = sorted(gains)
-        X = torch.stack([gains[l] for l in layers]) # (layers, C)
+        layers, X = sorted(gains), torch.stack([gains[l] for l in sorted(gains)]) # (layers, C)
         u, s, _ = torch.linalg.svd(X - X.mean(0), full_matrices=False)
-        at = F.pad(u * s, (0, 1))[:, :2].numpy() # (layers, 2)
+        at = F.pad(u * s, (0, 1)).numpy() # (layers, 2 or more)
         angle = np.degrees(np.unwrap(np.arctan2(at[:, 1], at[:, 0])))
         line = lambda v: [dict(zip(layers, v)).get(l, math.nan) for l in range(layers[-1] + 1)] # a layer without this norm: nan
         values = line(X.mean(1)), line(X.quantile(0.95, dim=1)), line(X.norm(dim=1)), line(angle - angle[0]), np.ptp(angle), s[:2].square().sum() / s.square().sum()
         for key, value in zip(out, values):
             out[key][site] = value
-    return out if sites else (_ for _ in ()).throw(Unfit(f"no tensor has a name like {args.pattern}; layerrope's gains are in schedule"))
+    return out
 
 def read_tensors(path, pattern):
     # {name: tensor} of a .safetensors file (8 bytes: length of the JSON header), or of a .pt state dict
@@ -420,45 +405,45 @@ def read_tensors(path, pattern):
 
 def cost(model, batches, args):
     # a prefill of --batch sequences of --seq_len tokens, logits at the last position: FLOPs and KV cache of one sequence, memory and time of all
-    c, device = model.config, model.lm_head.weight.device
-    T, cuda = min(args.seq_len, c.block_size), device.type == "cuda"
+    c, T, device = model.config, min(args.seq_len, model.config.block_size), model.lm_head.weight.device
     idx = torch.zeros(args.batch, T, dtype=torch.int64, device=device)
     def prefill():
         start = time.perf_counter()
-        return model.head(model.trunk(idx)[:, -1:])[0].sum().item() * 0 + time.perf_counter() - start # .item() waits for the device
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=not cuda) as profile: # this pass also warms up
+        model.head(model.trunk(idx)[:, -1:])[0].sum().item() # waits for the device
+        return time.perf_counter() - start
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile: # this pass also warms up
         prefill()
     events = sorted((e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
-    peak = torch.cuda.max_memory_allocated() if cuda else max(itertools.accumulate(n for _, n in events)) + 4 * model.num_params()
-    values = dict(flops=model.flops(T) - 2 * (T - 1) * c.n_embd * c.vocab_size, kv_bytes=8 * c.n_layer * c.n_kv_head * (c.n_embd // c.n_head) * T,
-                  peak_bytes=peak, seconds=sorted(prefill() for _ in range(5))[2], ratio=c.n_embd / c.n_layer)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else max(itertools.accumulate(n for _, n in events)) + 4 * model.num_params()
+    values = dict(ratio=c.n_embd / c.n_layer, flops=model.flops(T) - 2 * (T - 1) * c.n_embd * c.vocab_size,
+                  kv_bytes=8 * c.n_layer * c.n_kv_head * (c.n_embd // c.n_head) * T, peak_bytes=peak, seconds=sorted(prefill() for _ in range(5))[2])
     return {k: [v] for k, v in values.items()}
 
 # -----------------------------------------------------------------------------
 # Output
 
-LOSS, LAST = "loss (nats per token)", [("line", "fractions", "pairs of the last 3/4 above a threshold", "threshold", "fraction", "thresholds")]
-MEASURES = { # name: (function, windows by default, panels); a panel: (kind, key, title, x label, y label, first x or the key of x)
-    "table": (table, None, []),
-    "curves": (curves, None, [("line", "loss", "training", "tokens", LOSS, "losstokens"), ("line", "val_loss", "validation", "tokens", LOSS, "val_losstokens")]),
-    "shapes": (shapes, None, [("line logx flip", "loss", "at the best rate; bars: seeds; x: diverged", "d / L, from wide to deep", LOSS, "x")]),
-    "lr": (lr, None, [("line logx", "loss", "x: diverged", "peak learning rate", LOSS, "x")]),
-    "angular": (angular, 1024, [("map", "distance", "angular distance", "from z_l", "to z_(l+n+1), n", 0), ("line", "profile", "mean over l", "n blocks on", "angular distance", 1)]),
-    "causal": (causal, 128, [("map", "scores", "causal score", "block l", "skipped block s", 0)] + LAST),
-    "permutation": (permutation, 128, [("map", "scores", "permutation score", "block j", "exchanged with block i", 0)] + LAST),
-    "prune": (prune, 128, [("line", "loss_change", "one block skipped", "block", f"gain in {LOSS}", 0), ("line logy", "perplexity_change", "one block skipped", "block", "gain in perplexity", 0)]),
-    "lens": (lens, 128, [("line", "kl", "prediction after l blocks", "l", "KL to the final one (nats per token)", 0)]),
-    "paths": (paths, 512, [("map", "weights", "path weights", "source (0: embedding)", "reading sub-layer", 0)]),
-    "transport": (transport, 512, [("line", "effective_rank", "product of the residual maps", "blocks", "effective rank", 0), ("line", "cosine", "streams of the start", "blocks", "mean |cosine|", 0),
-                                   ("line logy", "singular_values", "product over all blocks", "index", "singular value / largest", 1)]),
-    "block_mix": (block_mix, 512, [("line", "running_sum", "weight on the running sum", "reading sub-layer", "weight", 1)]),
-    "gates": (gates, 512, [("map", "distribution", "write gates", "gating sub-layer", "beta, in hundredths", 0), ("line", "mean", "mean gate", "gating sub-layer", "beta", 0)]),
-    "variance": (activations, 512, [("line logy", "variance", "without position 0", "after l blocks", "variance", 0), ("line logy", "norm", "", "after l blocks", "norm of z_l", 0)]),
-    "massive": (activations, 512, [("line logy", k, f"three largest entries, {k}", "after l blocks", "absolute value", int(k != "hidden")) for k in ("hidden", "attn", "mlp")]),
-    "grads": (grads, 128, [("line logy", "gradient", "gradient of the mean loss", "block", "norm", 0)]),
-    "schedule": (schedule, 0, [("line logy", "multiplier", "learned multiplier", "block", "e^r", 0), ("line", "rotation", "rotation of the fastest pair", "block", "degrees", 0)]),
-    "norms": (norms, 0, [("line", key, title, "block", unit, 0) for key, title, unit in (("mean", "mean of the gains", "gain"), ("q95", "their 95 % quantile", "gain"), ("angle", "angle in the MDS plane", "degrees"))]),
-    "cost": (cost, 0, [("line logx flip", key, "prefill", "d / L, from wide to deep", title, "ratio") for key, title in dict(flops="FLOPs per sequence", kv_bytes="KV bytes per sequence", peak_bytes="peak bytes", seconds="seconds").items()])}
+LOSS, LATE = "loss (nats per token)", ("line", "fractions", "pairs of the last 3/4 above a threshold", "threshold", "fraction", "thresholds")
+MEASURES = { # name: (function, windows by default, *panels); a panel: (kind, key, title, x label, y label, first x or the key of x)
+    "table": (table, None),
+    "curves": (curves, None, ("line", "loss", "training", "tokens", LOSS, "losstokens"), ("line", "val_loss", "validation", "tokens", LOSS, "val_losstokens")),
+    "shapes": (shapes, None, ("line logx flip", "loss", "at the best rate; bars: seeds; x: diverged", "d / L, from wide to deep", LOSS, "x")),
+    "lr": (lr, None, ("line logx", "loss", "x: diverged", "peak learning rate", LOSS, "x")),
+    "angular": (angular, 1024, ("map", "distance", "angular distance", "from z_l", "to z_(l+n+1), n", 0), ("line", "profile", "mean over l", "n blocks on", "angular distance", 1)),
+    "causal": (causal, 128, ("map", "scores", "causal score", "block l", "skipped block s", 0), LATE),
+    "permutation": (permutation, 128, ("map", "scores", "permutation score", "block j", "exchanged with block i", 0), LATE),
+    "prune": (prune, 128, ("line", "loss_change", "one block skipped", "block", f"gain in {LOSS}", 0), ("line logy", "perplexity_change", "one block skipped", "block", "gain in perplexity", 0)),
+    "lens": (lens, 128, ("line", "kl", "prediction after l blocks", "l", "KL to the final one (nats per token)", 0)),
+    "paths": (paths, 512, ("map", "weights", "path weights", "source (0: embedding)", "reading sub-layer", 0)),
+    "transport": (transport, 512, ("line", "effective_rank", "product of the residual maps", "blocks", "effective rank", 0), ("line", "cosine", "streams of the start", "blocks", "mean |cosine|", 0),
+                  ("line logy", "singular_values", "product over all blocks", "index", "singular value / largest", 1)),
+    "block_mix": (block_mix, 512, ("line", "running_sum", "weight on the running sum", "reading sub-layer", "weight", 1)),
+    "gates": (gates, 512, ("map", "distribution", "write gates", "gating sub-layer", "beta, in hundredths", 0), ("line", "mean", "mean gate", "gating sub-layer", "beta", 0)),
+    "variance": (activations, 512, ("line logy", "variance", "without position 0", "after l blocks", "variance", 0), ("line logy", "norm", "", "after l blocks", "norm of z_l", 0)),
+    "massive": (activations, 512, *(("line logy", k, f"three largest entries, {k}", "after l blocks", "absolute value", int(k != "hidden")) for k in ("hidden", "attn", "mlp"))),
+    "grads": (grads, 128, ("line logy", "gradient", "gradient of the mean loss", "block", "norm", 0)),
+    "schedule": (schedule, 0, ("line logy", "multiplier", "learned multiplier", "block", "e^r", 0), ("line", "rotation", "rotation of the fastest pair", "block", "degrees", 0)),
+    "norms": (norms, 0, ("line", "mean", "mean of the gains", "block", "gain", 0), ("line", "q95", "their 95 % quantile", "block", "gain", 0), ("line", "angle", "angle in the MDS plane", "block", "degrees", 0)),
+    "cost": (cost, 0, *(("line logx flip", k, "prefill", "d / L, from wide to deep", k.replace("_", " "), "ratio") for k in ("flops", "kv_bytes", "peak_bytes", "seconds")))}
 
 def plain(x):
     # tensors to lists, nan and inf to null: JSON that any program reads
@@ -473,33 +458,30 @@ def draw(panels, runs):
     matplotlib.use("Agg") # no display needed
     import matplotlib.pyplot as plt
     groups = [[r for r in runs if r.get("panel") == name] for name in dict.fromkeys(r.get("panel") for r in runs)]
-    cells = [[(panel, rs) for rs in ([[r] for r in runs] if panel[0] == "map" else groups)] for panel in panels]
-    columns = min(max(map(len, cells)), 4) if max(map(len, cells)) > 1 else len(cells)
-    cells = sum((c + [None] * (-len(c) % columns if columns < len(cells) or len(c) > 1 else 0) for c in cells), [])
-    fig, axes = plt.subplots(-(-len(cells) // columns), columns, figsize=(max(4.6 * columns, 7), 3.6 * -(-len(cells) // columns)), squeeze=False, layout="constrained")
-    for ax, item in itertools.zip_longest(axes.flat, cells):
-        if item is None:
-            ax.remove()
-            continue
-        (kind, key, title, xlabel, ylabel, first), rs = item
+    cells = [(panel, rs) for panel in panels for rs in ([[r] for r in runs] if panel[0] == "map" else groups)]
+    columns = min(len(groups) if len(groups) > 1 else len(cells), 4)
+    rows = -(-len(cells) // columns)
+    fig, axes = plt.subplots(rows, columns, figsize=(max(4.6 * columns, 7), 3.6 * rows), squeeze=False, layout="constrained")
+    for ax in axes.flat[len(cells):]:
+        ax.remove()
+    for ax, ((kind, key, title, xlabel, ylabel, first), rs) in zip(axes.flat, cells):
         ax.set(xlabel=xlabel, ylabel=ylabel, title=": ".join(filter(None, (rs[0]["label"] if kind == "map" else rs[0].get("panel"), title))))
         if kind == "map":
             every = np.concatenate([np.ravel(np.array(r[key], float)) for r in runs] + [[0, 1e-9]]) # one scale for all, its end at the 99 % quantile
             fig.colorbar(ax.imshow(np.array(rs[0][key], float), origin="lower", aspect="auto", vmin=np.nanmin(every), vmax=np.nanquantile(every, 0.99)), ax=ax, extend="max")
             continue
         for r in rs:
+            color, error = COLORS.get(r["model"], "lime"), np.array(r[f"{key}_error"], float) if f"{key}_error" in r else None
+            ax.plot(r.get("lost", []), [0.97] * len(r.get("lost", [])), "x", color=color, transform=ax.get_xaxis_transform())
             for i, (name, v) in enumerate(r[key].items() if isinstance(r[key], dict) else [("", r[key])]):
-                x, color = range(first, first + len(v)) if isinstance(first, int) else r[first], COLORS.get(r["model"], "lime")
-                error = np.array(r[f"{key}_error"], float) if f"{key}_error" in r else None
-                ax.errorbar(x, np.array(v, float), error, color=color, ls=("-", "--", ":", "-.")[i % 4], lw=1, marker=".", ms=4, capsize=2, label=f"{r['label']} {name}".strip())
-                ax.plot(r.get("lost", []), [0.97] * len(r.get("lost", [])), "x", color=color, transform=ax.get_xaxis_transform())
+                ax.errorbar(range(first, first + len(v)) if isinstance(first, int) else r[first], np.array(v, float), error, color=color,
+                            ls=("-", "--", ":", "-.")[i % 4], lw=1, marker=".", ms=4, capsize=2, label=f"{r['label']} {name}".strip())
         ax.set(**{f"{a}scale": "log" for a in "xy" if f"log{a}" in kind})
         if "logx" in kind:
-            ticks = sorted({x for r in rs for x in r[first]})
+            ticks = sorted({x for r in rs for x in r[first]}, reverse="flip" in kind)
             ax.set_xticks(ticks, [f"{x:.3g}" for x in ticks])
             ax.minorticks_off()
-        if "flip" in kind:
-            ax.invert_xaxis()
+            ax.xaxis.set_inverted("flip" in kind)
     handles = {label: h for ax in fig.axes for h, label in zip(*ax.get_legend_handles_labels())}
     if handles:
         fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
@@ -507,9 +489,9 @@ def draw(panels, runs):
 
 def measured(name, path, args):
     # what one measure says of one checkpoint, None where it does not apply
-    if path.is_file() and path.suffix != ".pt" or name == "norms" and path.is_file():
+    if name == "norms" and path.is_file():
         return dict(label=path.name, model="", **norms(read_tensors(path, args.pattern), [], args))
-    (model, ckpt), (function, windows, _), batches = load_checkpoint(path), MEASURES[name], []
+    (model, ckpt), (function, windows, *_), batches = load_checkpoint(path), MEASURES[name], []
     config, T = ckpt["config"], min(args.seq_len, model.config.block_size)
     about = dict(name=path.name, label=f"{config['model']} L{model.config.n_layer} d{model.config.n_embd}", model=config["model"], seq_len=T)
     if windows:
@@ -540,17 +522,17 @@ def main(argv=None):
     parser.add_argument("--thresholds", type=float, nargs=2, default=[0.45, 0.15], metavar=("CAUSAL", "PERMUTATION"), help="of the late-pair fractions")
     parser.add_argument("--pattern", default=r"h\.\d+\.norm_\w+\.weight", help="norms: names of the gains, the first number being the layer")
     args = parser.parse_args(argv)
-    if min(args.seq_len, args.batch) < 1:
-        fail(f"--seq_len, --batch: {args.seq_len}, {args.batch} must be positive")
+    if min(args.seq_len, args.batch, args.samples + 1) < 1:
+        fail(f"--seq_len, --batch, --samples: {args.seq_len}, {args.batch}, {args.samples} must be positive")
     status = 0
-    for name in [args.measure] if args.measure != "all" else [n for n, (_, windows, _) in MEASURES.items() if windows is not None]:
-        function, windows, panels = MEASURES[name]
+    for name in [args.measure] if args.measure != "all" else [n for n, (_, windows, *_) in MEASURES.items() if windows is not None]:
+        function, windows, *panels = MEASURES[name]
         runs = list(function(list(map(read_run, args.paths)), args) or []) if windows is None else [r for r in (measured(name, p, args) for p in args.paths) if r]
         status |= windows is not None and len(runs) < len(args.paths) and args.measure != "all"
         if runs:
+            settings = {k: v for k, v in vars(args).items() if k not in ("measure", "paths", "out_dir", "csv")}
             try: # JSON first: the numbers survive whatever happens to the figure
                 args.out_dir.mkdir(parents=True, exist_ok=True)
-                settings = {k: v for k, v in vars(args).items() if k not in ("measure", "paths", "out_dir", "csv")}
                 (args.out_dir / f"{name}.json").write_text(json.dumps(plain(dict(measure=name, settings=settings, runs=runs)), indent=1) + "\n", encoding="utf-8")
                 draw(panels, plain(runs)).savefig(args.out_dir / f"{name}.png", dpi=130)
             except OSError as e:

@@ -34,9 +34,12 @@ def make(name, n_layer=L, randomise=True, **fields):
     return model
 
 @pytest.fixture(autouse=True)
-def no_grad():
+def quiet():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1) # the tensors are tiny
     with torch.no_grad():
         yield
+    torch.set_num_threads(threads)
 
 def run(measure, model, data=DATA, **args):
     return analyze.plain(getattr(analyze, measure)(model, data, SimpleNamespace(**{**vars(ARGS), **args})))
@@ -61,15 +64,16 @@ def skipped(model, s):
     with analyze.replaced(analyze.family(model)["skip"](model, s)):
         return model.trunk(X)
 
-@pytest.mark.parametrize("s", range(L))
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("attnres", "moda"))])
-def test_skip_is_the_model_without_that_block(name, s):
+def test_skip_is_the_model_without_that_block(name):
     model = make(name)
-    without, whole = copy.deepcopy(model), model.trunk(X)
-    del without.h[s]
-    assert torch.equal(skipped(model, s), without.trunk(X))
+    whole = model.trunk(X)
+    for s in range(L):
+        without = copy.deepcopy(model)
+        del without.h[s]
+        assert torch.equal(skipped(model, s), without.trunk(X))
+        assert not torch.allclose(whole, without.trunk(X))
     assert torch.equal(model.trunk(X), whole) # and is over afterwards
-    assert not torch.allclose(whole, without.trunk(X))
 
 @pytest.mark.parametrize("s", range(L))
 @pytest.mark.parametrize("name, fields", [("attnres", {}), ("attnres_block", dict(source_block=3)), ("attnres_block", dict(source_block=4))])
@@ -109,24 +113,28 @@ def test_skip_moda(name, s):
 
 PAIRS = [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)]
 
-@pytest.mark.parametrize("i, j", PAIRS)
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("attnres", "moda", "keel", "mgr"))])
-def test_swap_is_the_other_order(name, i, j):
+def test_swap_is_the_other_order(name):
     # where all blocks have the same tensors, a swap is the blocks in another order: LNS's factor and LayerRoPE's ln(l+1) travel
-    model, order = make(name), list(range(L))
-    order[i], order[j] = j, i
-    want, before = literal(model, order), tensors(model)
-    analyze.swap(model, i, j)
-    torch.testing.assert_close(model.trunk(X), want, rtol=0, atol=0)
-    assert not torch.allclose(want, literal(model, order))
-    analyze.swap(model, i, j)
-    assert all(torch.equal(v, before[k]) for k, v in tensors(model).items())
+    model = make(name)
+    for i, j in PAIRS:
+        order = list(range(L))
+        order[i], order[j] = j, i
+        want, before = literal(model, order), tensors(model)
+        analyze.swap(model, i, j)
+        torch.testing.assert_close(model.trunk(X), want, rtol=0, atol=0)
+        assert not torch.allclose(want, literal(model, order))
+        analyze.swap(model, i, j)
+        assert all(torch.equal(v, before[k]) for k, v in tensors(model).items())
 
-@pytest.mark.parametrize("i, j", PAIRS)
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("attnres", "moda", "keel", "mgr"))])
-def test_swap_name_by_name(name, i, j):
+def test_swap_name_by_name(name):
     # literally: exchange what has a partner under the same name with the same shape; AttnRes's mixes move with the block before them
     model = make(name)
+    for i, j in PAIRS:
+        check_swap(name, model, i, j)
+
+def check_swap(name, model, i, j):
     before, want = tensors(model), tensors(model)
     def at(l): # where the mix after block l lives
         return f"h.{l + 1}.res_attn." if l + 1 < L else "res_f."
@@ -134,8 +142,9 @@ def test_swap_name_by_name(name, i, j):
         mix = name.startswith("attnres") and "res_attn" in k or k.startswith("res_f")
         pairs = [(at(i), at(j)), (at(j), at(i))] if mix else [(f"h.{i}.", f"h.{j}."), (f"h.{j}.", f"h.{i}.")]
         for a, b in pairs:
-            if k.startswith(a) and before.get(k.replace(a, b, 1), before["wte.weight"]).shape == before[k].shape:
-                want[k] = before[k.replace(a, b, 1)]
+            partner = before.get(k.replace(a, b, 1), torch.zeros(0))
+            if k.startswith(a) and partner.shape == before[k].shape:
+                want[k] = partner
     analyze.swap(model, i, j)
     now = tensors(model)
     assert all(torch.equal(now[k], v) for k, v in want.items())
@@ -175,13 +184,13 @@ def test_causal_score_of_a_silent_block(name):
     model = make(name)
     model.h[1].attn.wo.weight.zero_(), model.h[1].mlp.w2.weight.zero_()
     scores = np.array(run("causal", model)["scores"], float)
-    assert np.nanmax(np.abs(scores[1])) == 0 and scores[0, 1:].min() > 1e-3 and np.isnan(scores[lower(L)]).all()
+    assert np.nanmax(np.abs(scores[1])) == 0 and scores[0, 2:].min() > 1e-3 and np.isnan(scores[lower(L)]).all()
 
 @pytest.mark.parametrize("name", NAMES)
 def test_causal_literally(name):
     model, s = make(name), 1
     def updates():
-        z = [model.hidden(state, l) for l, state in analyze.states(model, analyze.begin(model, X))]
+        z = [model.hidden(state, l) for l, state in analyze.states(model, X)]
         return [b - a for a, b in zip(z, z[1:])]
     clean = updates()
     with analyze.replaced(analyze.family(model)["skip"](model, s)):
@@ -236,7 +245,7 @@ def test_lens(name):
     kl = run("lens", model)["kl"]
     assert abs(kl[L]) < 1e-12 and min(kl[:L]) > 1e-4
     final, probe = model(X)[0].log_softmax(-1), model.head(model.wte(X))[0].log_softmax(-1) # z_0 is the embedding, or copies of it
-    assert kl[0] == pytest.approx((final.exp() * (final - probe)).sum(-1).mean().item(), rel=1e-9)
+    assert kl[0] == pytest.approx((final.exp() * (final - probe)).sum(-1).mean().item(), rel=1e-4) # HC's sum is 4 of them: eps
 
 def test_lens_states():
     model = make("attnres_block", source_block=4) # blocks 1 and 3 begin inside a source: hidden is the running sum, the lens reads the mix
@@ -255,7 +264,7 @@ def jacobian(model):
     # d(pre-norm input of sub-layer k) / d(output of sub-layer i): the other outputs and all coefficients held; channel 3, mean over tokens
     subs = [(b.norm_attn, b.attn) for b in model.h] + [(b.norm_mlp, b.mlp) for b in model.h]
     subs = [subs[i] for l in range(L) for i in (l, l + L)]
-    found, outputs, reads = analyze.coefficients(model, X), [], []
+    found, outputs, reads = analyze.returned(model, X), [], []
     hooks = [m.register_forward_hook(lambda m, a, out: outputs.append(out)) for _, m in subs]
     model.trunk(X)
     [h.remove() for h in hooks]
@@ -287,7 +296,7 @@ def test_paths_are_the_jacobian(name):
 def test_paths_literally():
     # HC, token by token: beta_i^T A_{i+1} ... A_{k-1} alpha_k
     model = make("hc")
-    c, n = list(analyze.coefficients(model, X).values()), 4 # read, mix, write of each sub-layer
+    c, n = list(analyze.returned(model, X).values()), 4 # read, mix, write of each sub-layer
     got = run("paths", model)["weights"]
     for i, k in ((0, 1), (0, 7), (2, 5)):
         w = c[i][2].unsqueeze(-1) # (B, T, N, 1)
@@ -315,7 +324,7 @@ def test_paths_where_there_are_none(name):
 @pytest.mark.parametrize("name", ["hc", "mhc", "mhc_lite"])
 def test_transport_is_the_product(name):
     model = make(name)
-    maps = [c[1] for c in analyze.coefficients(model, X).values()] # (B, T, N, N), row: the stream written
+    maps = [c[1] for c in analyze.returned(model, X).values()] # (B, T, N, N), row: the stream written
     P = torch.eye(4, dtype=torch.float64).expand(B, T, 4, 4)
     for m in maps:
         P = m @ P
@@ -332,7 +341,7 @@ def test_transport_is_the_product(name):
     assert (low >= -1e-9).all() and (high >= -1e-9).all() and (high + low)[L] > 0
 
 def test_transport_at_init():
-    P = analyze.products(make("mhc", randomise=False), X)
+    P = analyze.products(make("mhc", randomise=False), X)[:, :, 1:] # after 1 .. L blocks
     assert P.min() > 0 and (P.sum(-1) - 1).abs().max() < 1e-4 and (P.sum(-2) - 1).abs().max() < 1e-4
     P = analyze.products(make("hc"), X) # the twin
     assert (P.sum(-1) - 1).abs().max() > 1e-2
@@ -343,7 +352,7 @@ def test_transport_at_init():
 def test_block_mix():
     model, got = make("attnres_block", source_block=3), None
     got = run("block_mix", model)["running_sum"]
-    p = list(analyze.coefficients(model, X).values())
+    p = list(analyze.returned(model, X).values())
     for k in range(1, 2 * L + 1): # reader k, after sub-layers 0 .. k-1: is the newest source still open
         want = None if k % 3 == 0 and k < 2 * L else p[k - 1][-1].mean().item()
         assert got[k - 1] is None if want is None else got[k - 1] == pytest.approx(want)
@@ -358,7 +367,7 @@ def test_gates(name, beta):
     assert len(got["largest"]) == 21 and np.allclose(got["largest"], beta, atol=1e-4) and np.allclose(list(got["mean"].values()), beta, atol=1e-4)
     assert np.allclose(got["below_tenth"], 1) and np.array(got["distribution"])[int(beta * 100)].min() > 0.99
     model = make(name)
-    beta = analyze.coefficients(model, X)[model.h[3].mgr_mlp][1]
+    beta = analyze.returned(model, X)[model.h[3].mgr_mlp][1]
     got = run("gates", model)
     assert got["mean"]["stream 2"][-1] == pytest.approx(beta[..., 2].mean().item()) and got["largest"][-1] == pytest.approx(beta.max().item())
     assert np.allclose(np.sum(got["distribution"], axis=0), 1)
@@ -371,7 +380,7 @@ def test_gates(name, beta):
 @pytest.mark.parametrize("name", ["preln", "hc", "moda"])
 def test_activations(name):
     model = make(name)
-    z = [model.hidden(state, l) for l, state in analyze.states(model, analyze.begin(model, X))]
+    z = [model.hidden(state, l) for l, state in analyze.states(model, X)]
     got = run("activations", model)
     assert np.allclose(got["variance"], [v[:, 1:].var(correction=0).item() for v in z])
     assert np.allclose(got["norm"], [v.norm(dim=-1).mean().item() for v in z])
@@ -448,12 +457,12 @@ def ckpts(tmp_path_factory):
         head[:3] = 20240520, 1, 200
         (root / "data" / f"{split}_000000.bin").write_bytes(head.tobytes() + np.random.default_rng(0).integers(0, V, 200).astype("<u2").tobytes())
     with torch.no_grad():
-        return root, [str(checkpoint(root / n, n)) for n in ("preln", "hc", "attnres_block", "mgr", "layerrope") if n in NAMES]
+        return root, [str(checkpoint(root / n, n, **fields)) for n, fields in dict(preln={}, hc={}, attnres_block=dict(source_block=3), mgr={}, layerrope={}).items()]
 
 def test_all(ckpts, capsys):
     root, paths = ckpts
     assert analyze.main(["all", *paths, "--out_dir", str(root / "out"), "--samples", "3", "--batch", "2", "--seq_len", "8"]) == 0
-    for name, (_, windows, panels) in analyze.MEASURES.items():
+    for name, (_, windows, *panels) in analyze.MEASURES.items():
         if windows is None:
             continue
         assert (root / "out" / f"{name}.png").stat().st_size > 5000
@@ -489,8 +498,8 @@ def test_table_of_imperfect_runs(tmp_path, capsys):
             write_run(tmp_path, "a5", 1.0, learning_rate=8e-3, seed=1), write_run(tmp_path, "a6", None, "diverged", learning_rate=8e-3, seed=2), # one seed lost
             write_run(tmp_path, "b1", None, "diverged", model="deepnorm"),
             write_run(tmp_path, "c1", 0, "incomplete", model="keel", log=b'{"step": 3, "loss": nan, "tokens": 1.2e+03}\r\nwarning: x\r\n{"step": 4, "val_loss": -inf, "tokens": 1e05}\r\n{"step": 5, "lo'),
-            write_run(tmp_path, "d1", 0, "incomplete", model="hc", log=b""),
-            write_run(tmp_path, "e1", 3.0, model="hc", n_layer=8, n_embd=48, log=b'{"step": 1, "val_loss": 3.0, "tokens": 5}\n'),
+            write_run(tmp_path, "d1", 0, "incomplete", model="hc", n_streams=4, log=b""),
+            write_run(tmp_path, "e1", 3.0, model="hc", n_layer=8, n_embd=48, n_streams=4, log=b'{"step": 1, "val_loss": 3.0, "tokens": 5}\n'),
             write_run(tmp_path, "f1", 2.9, model="hc", n_layer=8, n_embd=48, n_streams=2), write_run(tmp_path, "g1", 3.1, model="mine"), str(tmp_path / "absent")]
     (tmp_path / "empty").mkdir()
     assert analyze.main(["table", *runs, str(tmp_path / "empty"), "--csv", str(tmp_path / "t.csv")]) == 0
@@ -498,8 +507,8 @@ def test_table_of_imperfect_runs(tmp_path, capsys):
     assert "missing: absent" in text and "missing: empty" in text
     preln = next(line for line in text.splitlines() if line.startswith("| preln | 4 |"))
     assert "| 0.001 | 2.1000 ± 0.1414 (n 2) |" in preln and "0.004: diverged" in preln and "0.008: diverged" in preln and "| 1,000 | 7 | 200 |" in preln
-    assert "| deepnorm | diverged |" in text and "| keel | incomplete at step 4 |" in text and "| hc | incomplete at step 0 |" in text
-    assert "| hc | 8 | 48 |" not in text and "| hc n_streams=2 | 8 | 48 |" in text # two settings are two experiments, and say so
+    assert "| deepnorm | diverged |" in text and "| keel | incomplete at step 4 |" in text and "| hc n_streams=4 | incomplete at step 0 | 3.0000 |" in text
+    assert "| hc n_streams=4 | 8 | 48 |" in text and "| hc n_streams=2 | 8 | 48 |" in text # two settings are two experiments, and say so
     lines = (tmp_path / "t.csv").read_text().splitlines()
     assert len(lines) == 15 and lines[0].startswith("model,n_layer,n_embd,n_params,n_params_depth,learning_rate,seed,tokens,val_loss,seconds,status")
     for measure in ("curves", "shapes", "lr"):
