@@ -66,7 +66,7 @@ def experiments(runs):
             rates[lr] = dict(mean=loss.mean().item(), std=loss.std(ddof=1).item() if len(loss) > 1 else 0.0, n=len(loss), runs=same)
         best = min((lr for lr, r in rates.items() if math.isfinite(r["mean"])), key=lambda lr: rates[lr]["mean"], default=None)
         result = cell(rates[best]) if best is not None else "diverged" if rates else f"incomplete at step {max(r['step'] for r in members)}"
-        out.append(dict(model=model, n_layer=L, n_embd=d, label=label, panel=f"L {L}, d {d}", runs=members, rates=rates, best=best, result=result))
+        out.append(dict(model=model, n_layer=L, n_embd=d, label=label, panel=f"L{L} d{d}", runs=members, rates=rates, best=best, result=result))
     return out or fail("no run in these directories")
 
 def cell(r):
@@ -93,7 +93,7 @@ def table(runs, args):
     shapes = dict.fromkeys(e["panel"] for e in sorted(es, key=lambda e: (e["n_layer"], e["n_embd"])))
     at = {(e["label"], e["panel"]): e["result"] for e in es}
     print("Validation loss (nats per token) at the best learning rate, mean ± standard deviation over n seeds\n")
-    markdown(", ".join(["model", *(s.replace(",", "") for s in shapes)]), [[name] + [at.get((name, s), "") for s in shapes] for name in dict.fromkeys(e["label"] for e in es)])
+    markdown(", ".join(["model", *shapes]), [[name] + [at.get((name, s), "") for s in shapes] for name in dict.fromkeys(e["label"] for e in es)])
     markdown("model, L, d, parameters, of these for depth, tokens, learning rate, validation loss, other learning rates", rows)
 
 def curves(runs, args):
@@ -319,8 +319,8 @@ def transport(model, batches, args):
     values, rng, L = over(rows, batches).numpy(), np.random.default_rng(args.seed), len(model.h)
     draws = [values[rng.integers(len(values), size=len(values))].mean(0) for _ in range(1000)]
     error = np.abs(np.quantile(draws, (0.025, 0.975), axis=0) - values.mean(0)) # to the ends of the bootstrap interval over windows, 95 %
-    parts = dict(effective_rank=slice(0, L + 1), cosine=slice(L + 1, 2 * L + 2), singular_values=slice(2 * L + 2, None))
-    return {k: values.mean(0)[at] for k, at in parts.items()} | {f"{k}_error": error[:, at] for k, at in parts.items()}
+    names = "effective_rank", "cosine", "singular_values", "effective_rank_error", "cosine_error", "singular_values_error"
+    return dict(zip(names, (part for v in (values.mean(0), error) for part in np.split(v, (L + 1, 2 * L + 2), axis=-1))))
 
 def block_mix(model, batches, args):
     # Block AttnRes: the weight on the running sum at reader k = 1 .. 2L, null where its newest source is complete (Figure 9)
@@ -445,12 +445,9 @@ MEASURES = { # name: (function, windows by default, *panels); a panel: (kind, ke
     "norms": (norms, 0, ("line", "mean", "mean of the gains", "block", "gain", 0), ("line", "q95", "their 95 % quantile", "block", "gain", 0), ("line", "angle", "angle in the MDS plane", "block", "degrees", 0)),
     "cost": (cost, 0, *(("line logx flip", k, "prefill", "d / L, from wide to deep", k.replace("_", " "), "ratio") for k in ("flops", "kv_bytes", "peak_bytes", "seconds")))}
 
-def plain(x):
-    # tensors to lists, nan and inf to null: JSON that any program reads
-    if isinstance(x, dict):
-        return {str(k): plain(v) for k, v in x.items()}
-    x = x.tolist() if isinstance(x, (torch.Tensor, np.ndarray, np.generic)) else x
-    return [plain(v) for v in x] if isinstance(x, (list, tuple)) else None if isinstance(x, float) and not math.isfinite(x) else x
+def as_json(x): # tensors, arrays and paths too; null for nan and inf, so that any program reads it
+    text = json.dumps(x, indent=1, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
+    return re.sub(r"^( *(?:\".*\": )?)(?:NaN|-?Infinity)(?=,?$)", r"\1null", text, flags=re.M) + "\n"
 
 def draw(panels, runs):
     # a map for each run, or the lines of all runs of one panel
@@ -533,8 +530,9 @@ def main(argv=None):
             settings = {k: v for k, v in vars(args).items() if k not in ("measure", "paths", "out_dir", "csv")}
             try: # JSON first: the numbers survive whatever happens to the figure
                 args.out_dir.mkdir(parents=True, exist_ok=True)
-                (args.out_dir / f"{name}.json").write_text(json.dumps(plain(dict(measure=name, settings=settings, runs=runs)), indent=1) + "\n", encoding="utf-8")
-                draw(panels, plain(runs)).savefig(args.out_dir / f"{name}.png", dpi=130)
+                text = as_json(dict(measure=name, settings=settings, runs=runs))
+                (args.out_dir / f"{name}.json").write_text(text, encoding="utf-8")
+                draw(panels, json.loads(text)["runs"]).savefig(args.out_dir / f"{name}.png", dpi=130)
             except OSError as e:
                 fail(f"--out_dir: {args.out_dir}: {e.strerror}")
             print(args.out_dir / f"{name}.png")
