@@ -41,6 +41,13 @@ def make_data(path):
         shard(path / f"{name}.bin", random_ids(n, seed=i))
     return path
 
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
 def record(args, stop=None, twin=0):
     # train.main(args) -> its exit status, the tokens of every training step, the first gradients, the (step, micro-step)s that synced, the final weights.
     # stop: SIGTERM during this step, to the last rank alone. twin: micro-steps of a DDP that syncs on the first of them in place of the last

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from ddp_worker import argv, make_data, random_ids, record, shard
+from ddp_worker import argv, make_data, random_ids, record, same, shard
 
 import train
 
@@ -44,13 +44,6 @@ def lines(run):
 
 def weights(run):
     return torch.load(run / "ckpt.pt", weights_only=True)["model"]
-
-def same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if torch.is_tensor(a) else a == b
 
 # -----------------------------------------------------------------------------
 # Sizes and schedule
@@ -184,7 +177,7 @@ def test_formats(name, dtype, magic, meta, tmp_path):
     ids = random_ids(1000, 60000)
     shard(tmp_path / name, ids, dtype, magic)
     if meta:
-        (tmp_path / "meta.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=60000, complete=True, shards={name: 1000})))
+        (tmp_path / "meta.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=60000, complete=True, tokens={name: 1000})))
     loader = train.Loader(tmp_path, "train", 7)
     x, y = loader.batch(range(len(loader)))
     assert len(loader) == 999 // 7 and x.dtype == torch.int64
@@ -216,7 +209,7 @@ def test_offsets_past_4_gib(tmp_path):
         assert (x[0].numpy() == np.arange(w % 1000, w % 1000 + T)).all() and y[0, -1] == w % 1000 + T
 
 def broken_meta(d, **change):
-    (d / "meta.json").write_text(json.dumps({**dict(tokenizer="bytes", vocab_size=256, complete=True, shards={"train_0.bin": 2000}), **change}))
+    (d / "meta.json").write_text(json.dumps({**dict(tokenizer="bytes", vocab_size=256, complete=True, tokens={"train_0.bin": 2000}), **change}))
 
 BROKEN = { # what is wrong -> (how, what the one line names); the directory holds train_0.bin of 2000 tokens and val_0.bin of 300
     "truncated": (lambda d: (d / "train_0.bin").write_bytes((d / "train_0.bin").read_bytes()[:-1000]), "train_0.bin 2000 1500"),
@@ -232,8 +225,8 @@ BROKEN = { # what is wrong -> (how, what the one line names); the directory hold
     "val of T tokens": (lambda d: shard(d / "val_0.bin", random_ids(16)), "val_0.bin 17 16"),
     "empty": (lambda d: (d / "train_0.bin").write_bytes(b""), "train_0.bin 17 0"),
     "no val": (lambda d: (d / "val_0.bin").unlink(), "val prepare_fineweb.py"),
-    "shard missing": (lambda d: broken_meta(d, shards={"train_0.bin": 2000, "train_1.bin": 2000}), "train_1.bin 2000"),
-    "shard of another length": (lambda d: broken_meta(d, shards={"train_0.bin": 1999}), "train_0.bin 1999"),
+    "shard missing": (lambda d: broken_meta(d, tokens={"train_0.bin": 2000, "train_1.bin": 2000}), "train_1.bin 2000"),
+    "shard of another length": (lambda d: broken_meta(d, tokens={"train_0.bin": 1999}), "train_0.bin 1999"),
     "not complete": (lambda d: broken_meta(d, complete=False), "complete"),
     "meta.json cut short": (lambda d: (d / "meta.json").write_text('{"vocab'), "meta.json"),
     "meta.json of another": (lambda d: (d / "meta.json").write_text("[1]"), "meta.json")}
