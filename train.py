@@ -802,7 +802,7 @@ def main(argv=None):
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    if cfg.preset == "nano" and rank == 0 and not (Path(cfg.data) / "meta.json").exists() and "data" not in given:
+    if cfg.preset == "nano" and rank == 0 and "data" not in given and read_json(Path(cfg.data) / "meta.json").get("complete") is not True:
         import prepare_fineweb
         prepare_fineweb.main(["--source", "stdlib", "--out_dir", cfg.data])
     if world > 1: # the others wait here for the data
