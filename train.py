@@ -421,9 +421,9 @@ class Muon(torch.optim.Optimizer):
                     nesterov = torch.stack([grads[i].lerp(bufs[i], group["momentum"]) for i in mine]) # (share, rows, cols)
                     out[:len(mine)] = self.orthogonalise(nesterov.bfloat16() if out.is_cuda else nesterov)
                 if self.world > 1:
-                    gathered = out.new_empty(self.world * share, rows, cols)
-                    dist.all_gather_into_tensor(gathered, out)
-                    out = gathered
+                    gathered = [torch.empty_like(out) for _ in range(self.world)]
+                    dist.all_gather(gathered, out)
+                    out = torch.cat(gathered)
                 torch._foreach_mul_(ps, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(ps, list(out[:len(ps)].unbind()), alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
 
@@ -512,7 +512,7 @@ def load_checkpoint(path):
         fail(f"{path}: does not fit model {name} ({' '.join(str(e).split())[:200]})")
     return model.eval(), ckpt
 
-def resume(run, cfg, model, optimizers):
+def resume(run, cfg, model, optimizers, rank):
     # checkpoint of the run into model and optimizers -> (step, seconds); what may not differ is refused, what may is announced
     if not (run / "ckpt.pt").exists():
         print(f"resume: {run} has no checkpoint yet, starting at step 0")
@@ -521,7 +521,7 @@ def resume(run, cfg, model, optimizers):
     missing = [k for k in ("optimizers", "step", "seconds", "rng") if k not in ckpt]
     if missing:
         fail(f"{run / 'ckpt.pt'}: cannot be resumed, it lacks {', '.join(missing)}")
-    for k, (was, now) in differences(cfg, ckpt["config"])[0].items():
+    for k, (was, now) in differences(cfg, ckpt["config"])[0].items() if rank == 0 else ():
         print(f"resume: {k} {now} (was {was})")
     if ckpt["step"] > cfg.steps:
         fail(f"--steps: {cfg.steps} is less than the {ckpt['step']} that the checkpoint has behind it")
@@ -534,6 +534,8 @@ def resume(run, cfg, model, optimizers):
         torch.set_rng_state(ckpt["rng"])
     except Exception as e:
         fail(f"{run / 'ckpt.pt'}: does not fit ({' '.join(str(e).split())[:200]})")
+    if rank > 0:
+        return ckpt["step"], ckpt["seconds"]
     lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True) if (run / "log.jsonl").exists() else []
     kept = [x for x in lines if (m := re.match(rb'\{"step": (\d+)', x)) and int(m[1]) < ckpt["step"] + (b'"loss"' in x) and x.endswith(b"\n")]
     write_atomic(run / "log.jsonl", lambda f: f.writelines(kept)) # what the lost steps had logged will be logged again
@@ -644,7 +646,7 @@ def speed_up(model, cfg, rank=0):
 def train(cfg, run, model, data, val, rank, world):
     # the loop: returns the exit status
     optimizers = make_optimizers(model, cfg)
-    step, seconds = resume(run, cfg, model, optimizers) if cfg.resume else (0, 0.0)
+    step, seconds = resume(run, cfg, model, optimizers, rank) if cfg.resume else (0, 0.0)
     undo = speed_up(model, cfg, rank)
     net = DistributedDataParallel(model) if world > 1 else model
     sequences = cfg.batch_tokens // cfg.block_size
