@@ -192,7 +192,7 @@ def test_terminate(tmp_path):
 
 def test_waits_for_rates(tmp_path):
     # a rate that failed: the other shapes do not run at a rate that was never compared
-    repo = Repo(tmp_path, ("preln sandwich lns:1e-2,3e-2", "preln crash lns:1e-2,3e-2"), ("preln sandwich lns deepnorm keel moda attnres hc mhc layerrope mgr | 2x88", "preln crash | 2x88"))
+    repo = Repo(tmp_path, ("preln sandwich lns:3e-3", "preln crash lns:3e-3"), ("preln sandwich lns deepnorm keel moda attnres hc mhc layerrope mgr | 2x88", "preln crash | 2x88"))
     code, out, ran = repo.sweep("nano", MODELS="crash")
     assert code == 1 and len(ran) == 3 and len(failures(out)) == 6 and out.count("waits for the rates") == 3
 
