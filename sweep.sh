@@ -39,9 +39,9 @@ mgr              ! The paper ties the head to the embedding: ours less V d is 12
 mgr              | preln attnres attnres_block mhc_lite mgr mgr_independent | 12x768x12=0.12B 24x1024x16=0.35B | 6e-4 | 0 |
 mgr              | preln attnres attnres_block mgr mgr_independent | 36x1280x20=0.77B | 6e-4 | 0 |
 mgr              | mgr mgr_independent | 12x768x12=0.12B 24x1024x16=0.35B 36x1280x20=0.77B | 6e-4 | 0 | --n_streams 8
-nano             = --data data/stdlib --vocab_size 320 --block_size 256 --n_head 4 --batch_tokens 4096 --steps 300 --eval_tokens 131072 --eval_every 150 --device cpu
-nano             ! Pre-LN parameters within 4.4 % of those at 4x64 (242,240), 5 tokens per parameter (the paper: 2.2 %, 20). Up to 4x64 attnres_block is attnres.
-nano             | preln sandwich lns:3e-3,1e-2,3e-2 deepnorm:3e-4,1e-3,3e-3 keel moda attnres hc mhc layerrope:3e-3,1e-2,3e-2 mgr | 4x64 | 1e-3,3e-3,1e-2 | 0 |
+nano             = --data data/stdlib --vocab_size 320 --block_size 256 --n_head 4 --batch_tokens 4096 --steps 250 --eval_tokens 131072 --eval_every 125 --save_every 125 --device cpu --fused off
+nano             ! Pre-LN parameters within 4.4 % of those at 4x64 (242,240), 4 tokens per parameter (the paper: 2.2 %, 20). Up to 4x64 attnres_block is attnres.
+nano             | preln sandwich lns:3e-3,1e-2,3e-2 deepnorm keel moda attnres hc mhc layerrope:3e-3,1e-2,3e-2 mgr | 4x64 | 1e-3,3e-3,1e-2 | 0 |
 nano             | attnres_block | 8x48 | 1e-3,3e-3,1e-2 | 0 |
 nano             | preln sandwich lns deepnorm keel moda attnres hc mhc layerrope mgr | 2x88 8x48 16x32 | best | 0 |
 nano             | attnres_block | 16x32 | best | 0 |
