@@ -2,6 +2,7 @@
 train.py in one process: sizes, schedule, flags, data, Muon, and what a run does and leaves behind.
 Run alone: python -m pytest -q tests/test_train.py
 """
+import fcntl
 import io
 import json
 import math
@@ -36,8 +37,7 @@ def go(data, tmp_path):
     return go
 
 def one_line(err, *parts):
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert all(str(p) in err for p in parts), (parts, err)
+    assert err.startswith("error: ") and err.count("\n") == 1 and all(str(p) in err for p in parts), (parts, err)
 
 def lines(run):
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
@@ -161,7 +161,7 @@ def test_help(capsys):
     assert e.value.code == 0 and all(f"--{f} " in out for f in [*train.TrainConfig.__dataclass_fields__, "n_layer", "n_streams"]) and all(f" {n}" in out for n in NAMES)
 
 def test_two_processes_need_two_sequences(data, capsys):
-    cfg, given = train.parse(argv(data=data, batch_tokens=16, micro_batch=None))
+    cfg, given = train.parse(argv(data=data, batch_tokens=16))
     with pytest.raises(SystemExit):
         train.settle(cfg, given, world_size=2)
     one_line(capsys.readouterr().err, "16", "2 processes")
@@ -362,7 +362,7 @@ def test_routing(name):
 
 def test_what_a_run_leaves(go, capsys):
     run = go(eval_every=3, optimizer="muon")
-    assert sorted(p.name for p in run.iterdir()) == ["ckpt.pt", "config.json", "log.jsonl", "result.json"]
+    assert {p.name for p in run.iterdir()} == {"ckpt.pt", "config.json", "log.jsonl", "result.json", "lock"}
     out, result, config = capsys.readouterr().out, json.loads((run / "result.json").read_text()), json.loads((run / "config.json").read_text())
     assert f"checkpoint in {run / 'ckpt.pt'}" in out.splitlines()[-1] and re.search(r"step 6/6 \| loss \d\.\d{4} \| lr \d\.\d\de-\d\d \| norm \d\.\d{3} \| \d+ ms \| \d+ tok/s", out)
     log = lines(run)
@@ -413,10 +413,9 @@ def test_accumulation_is_a_mean(go):
     assert all((v - weights(b)[k]).abs().max() < 2e-5 for k, v in weights(a).items())
 
 def test_zeros(go):
-    start = weights(go(run_name="start", steps=0))
-    assert same(weights(go(run_name="lr", learning_rate=0)), start)
-    assert not same(weights(go(run_name="clip", grad_clip=0)), weights(go(run_name="clipped", grad_clip=0.01))) # 0 is off
-    assert not same(weights(go(run_name="clip2", grad_clip=0)), start)
+    start, still, free, loose, tight = (weights(go(run_name=name, **flags)) for name, flags in dict(
+        start=dict(steps=0), still=dict(learning_rate=0), free=dict(grad_clip=0), loose=dict(grad_clip=1e9), tight=dict(grad_clip=0.01)).items())
+    assert same(still, start) and same(free, loose) and not same(free, tight) and not same(free, start) # clip 0 is off
 
 def test_seeds(data, tmp_path):
     runs = {name: record(argv(data=data, out_dir=tmp_path, run_name=name, seed=seed, steps=2)) for name, seed in dict(a=1, b=1, c=2, d=2**40).items()}
@@ -437,6 +436,10 @@ def test_finished_and_used_directories(go, capsys):
     (run / "result.json").unlink()
     go(1, seed=1)
     one_line(capsys.readouterr().err, "--resume")
+    with open(run / "lock") as lock: # two at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        go(1, seed=1, resume="true")
+    one_line(capsys.readouterr().err, run, "another process")
     file = run / "config.json" # a file is no directory
     go(1, out_dir=file)
     one_line(capsys.readouterr().err, file)
