@@ -3,7 +3,7 @@ Hyper-Connections: N residual streams, which every sub-layer reads, mixes and wr
 
     h    = sum_i read_i X_i                              X (N, C), the streams of one token, at first N copies of the embedding
     X_j <- sum_i mix_ji X_i + write_j F_k(N(h))          j = 1 .. N, F attention or MLP, N() RMSNorm
-    read_i = a_i0, mix_ji = a_ij, a = A + s_a tanh(g W_a)        A (N, N+1), W_a (C, N+1), g_i = X_i / rms(X_i)
+    read_i = a_i0, mix_ji = a_ij, a = A + s_a tanh(g W_a^T)      A (N, N+1), W_a (N+1, C), g_i = X_i / rms(X_i)
     write = b = B + s_b tanh(g w_b), logits = W N(sum_j X_j)     B (N), w_b (C); hc_static has A and B alone
 
 Read model_preln.py first, then `diff model_preln.py model_hc.py`.

@@ -4,7 +4,7 @@ Manifold-constrained Hyper-Connections (mHC): the streams of model_hc.py, mixed 
     h    = sum_i read_i X_i                              X (N, C), the streams of one token, at first N copies of the embedding
     X_j <- sum_i mix_ji X_i + write_j F_k(N(h))          j = 1 .. N, F attention or MLP, N() RMSNorm
     read = sigmoid(z_pre), write = 2 sigmoid(z_post), mix = Sinkhorn(z_res), of mHC-lite sum_r softmax(z_res)_r P_r over all permutations P
-    z = alpha (r Phi) + b, logits = W N(mean_j X_j)      r = vec(X) / rms(X), Phi (N*C, M), b (M): N pre, N post, N*N res or N!; an alpha each
+    z = alpha (r Phi^T) + b, logits = W N(mean_j X_j)      r = vec(X) / rms(X), Phi (M, N*C), b (M): N pre, N post, N*N res or N!; an alpha each
 
 Read model_preln.py first, then `diff model_preln.py model_mhc.py` or `diff model_hc.py model_mhc.py`.
 mHC (Xie et al., 2025), arXiv:2512.24880, initial values and order of Sinkhorn as in DepthBench; mHC-lite (Yang and Gao, 2026), arXiv:2601.05732.
@@ -179,8 +179,8 @@ class GPT(nn.Module):
         super().__init__()
         if config.n_streams < 1:
             raise ValueError(f"n_streams: {config.n_streams} is not positive")
-        if config.sinkhorn_iters < (config.n_streams > 4):
-            raise ValueError(f"sinkhorn_iters: {config.sinkhorn_iters} is not positive (or 0 for mHC-lite, which takes n_streams 1 to 4, of n! permutations, not {config.n_streams})")
+        if config.sinkhorn_iters < 0 or config.sinkhorn_iters == 0 and config.n_streams > 4:
+            raise ValueError(f"n_streams: {config.n_streams} has too many permutations for mHC-lite, which takes 1 to 4" if config.sinkhorn_iters == 0 else f"sinkhorn_iters: {config.sinkhorn_iters} is negative")
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, l) for l in range(config.n_layer))

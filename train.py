@@ -475,10 +475,10 @@ def differences(cfg, old):
     return changed, {k: v for k, v in changed.items() if k in fixed}
 
 def status_of(cfg):
-    # "finished" or "diverged" where the run directory holds the result of this very run, else None
+    # "finished", "diverged" or "unfinished" where the run directory holds this very run, else None
     run = Path(cfg.out_dir) / cfg.run_name
-    status = read_json(run / "result.json").get("status")
-    return status if status in ("finished", "diverged") and not differences(cfg, read_json(run / "config.json"))[0] else None
+    status, old = read_json(run / "result.json").get("status"), read_json(run / "config.json")
+    return None if not old or differences(cfg, old)[0] else status if status in ("finished", "diverged") else "unfinished"
 
 def read_checkpoint(path):
     # the dict that train.py saved; prefixes of DDP and torch.compile are taken off the weights
@@ -762,9 +762,10 @@ def start_wandb(cfg):
 def open_run(cfg):
     # the run directory, made or found; the exit status instead where there is nothing left to do
     run = Path(cfg.out_dir) / cfg.run_name
-    if status_of(cfg):
-        print(f"already {status_of(cfg)}: {run}")
-        return run, 0 if status_of(cfg) == "finished" else 3
+    status = status_of(cfg)
+    if status in ("finished", "diverged"):
+        print(f"already {status}: {run}")
+        return run, 0 if status == "finished" else 3
     old = read_json(run / "config.json")
     if cfg.resume and not old:
         fail(f"--resume: there is no run in {run}")
