@@ -7,6 +7,7 @@ What does an architecture cost? Step time beside Pre-LN in the same run, memory,
     python bench.py --report                    # kernels.py compiled ahead of time for sm_80 and sm_90, and the bytes that it moves; needs no GPU
 
 Every arm runs between two runs of plain Pre-LN, in turn; its time is divided by the mean of the two. Printed: median [quartiles].
+Peak memory is what a step takes beside weights and input, in a process of its own.
 """
 import argparse
 import contextlib
@@ -113,21 +114,22 @@ def saved_bytes(forward):
     list(map(note, (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t is not y)))
     return sum(n for ptr, n in storages.items() if ptr not in before)
 
-def peak_bytes(name, arm, args):
-    # of two steps, on the device, or in this process where it does nothing else
-    _, step, _ = make_arm(name, arm, args)
-    if args.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        torch.set_num_threads(args.threads)
-    step()
-    step()
-    if args.device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    with contextlib.suppress(OSError): # getrusage would count the parent, up to exec
-        return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith("VmHWM"))
+def memory(what):
+    # bytes of this process: VmRSS now, VmHWM at most; getrusage would count the parent too, up to exec
+    with contextlib.suppress(OSError):
+        return int(re.search(rf"{what}:\s+(\d+)", open("/proc/self/status").read())[1]) * 1024
     import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss # macOS: in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss # macOS: at most, in bytes
+
+def peak_bytes(name, arm, args):
+    # of two steps, beyond what rests: the device's, or this process's where it does nothing else
+    _, step, _ = make_arm(name, arm, args)
+    torch.set_num_threads(args.threads)
+    cuda = args.device == "cuda"
+    rest = torch.cuda.memory_allocated() if cuda else memory("VmRSS")
+    step()
+    step()
+    return (torch.cuda.max_memory_allocated() if cuda else memory("VmHWM")) - rest
 
 # -----------------------------------------------------------------------------
 # Bandwidth: of a copy of 1 GiB, and of every fused op by the times of its kernels in one step
@@ -177,7 +179,7 @@ def table(args):
     times = interleave({arm: step for arm, (_, step, _) in arms.items()}, args)
     print(f"{'Training step' if args.train else 'Forward and backward of the stack'}, {args.n_layer} blocks of width {args.n_embd}, {args.tokens} tokens in sequences of "
           f"{args.block_size}, {args.dtype}, {torch.cuda.get_device_name() if args.device == 'cuda' else f'{args.threads} CPU threads'}, torch {torch.__version__}, {args.rounds} rounds\n")
-    print("| model | arm | x Pre-LN | ms | tokens/s | FLOPs x | peak MB of the process | saved bytes/token/sub-layer |\n|---|---|---|---|---|---|---|---|")
+    print("| model | arm | x Pre-LN | ms | tokens/s | FLOPs x | peak MB | saved bytes/token/sub-layer |\n|---|---|---|---|---|---|---|---|")
     for (name, arm), (forward, _, flops) in arms.items():
         ratios, ms = times[name, arm][0], statistics.median(times[name, arm][1]) * 1e3
         with multiprocessing.get_context("spawn").Pool(1) as pool:
