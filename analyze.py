@@ -239,11 +239,10 @@ def late(scores, threshold):
 def causal(model, batches, args):
     # C(s, l) = ||change of u_l where block s is skipped|| / ||u_l||, mean over tokens (Eq. 3)
     def rows(x, y):
-        clean = [state for _, state in states(model, x)]
-        z, out = [model.hidden(state, l) for l, state in enumerate(clean)], torch.zeros(len(x), len(model.h), len(model.h))
-        for s in range(len(model.h)):
+        z, out = [model.hidden(state, l) for l, state in states(model, x)], torch.zeros(len(x), len(model.h), len(model.h))
+        for s, clean in itertools.islice(states(model, x), len(model.h)): # run once more rather than kept
             with replaced(family(model)["skip"](model, s)):
-                for l, state in states(model, clean[s], s):
+                for l, state in states(model, clean, s):
                     after = model.hidden(state, l)
                     if l > s + 1: # the update of block l - 1
                         u = z[l] - z[l - 1] # (B, T, C)
@@ -267,19 +266,30 @@ def permutation(model, batches, args):
     return dict(loss=clean, **late((torch.stack(loss) - clean).abs() / clean, args.thresholds[1]))
 
 def prune(model, batches, args):
-    # what loss and perplexity gain where block l is skipped
+    # what loss and perplexity gain where block l is skipped; with --task the accuracy too (Figure 8)
+    skip = lambda l: replaced(family(model)["skip"](model, l) if l < len(model.h) else {})
     def rows(x, y):
         out = []
         for l, state in states(model, x):
-            with replaced(family(model)["skip"](model, l) if l < len(model.h) else {}):
+            with skip(l):
                 out.append(losses(model, states(model, state, l), y))
         return torch.stack(out, dim=1) # (B, L+1), the last with all blocks
     *loss, clean = over(rows, batches).mean(0)
-    return dict(loss=clean, loss_change=[v - clean for v in loss], perplexity_change=[v.exp() - clean.exp() for v in loss])
+    result = dict(loss=clean, loss_change=[v - clean for v in loss], perplexity_change=[v.exp() - clean.exp() for v in loss])
+    if args.task:
+        from evaluate import get_tokenizer, read_task, score # they need tiktoken
+        examples, result["accuracy"] = read_task(args.task), []
+        if len(examples[0]) != 3:
+            fail(f"--task: {args.task} is not multiple choice")
+        for l in range(len(model.h) + 1):
+            with skip(l):
+                result["accuracy"].append(score(model, get_tokenizer(args.tokenizer), examples, args.batch)["acc"])
+        result["accuracy_change"] = [v - result["accuracy"][-1] for v in result["accuracy"][:-1]]
+    return result
 
 def lens(model, batches, args):
     # KL(final prediction || prediction from the state after l blocks) in nats per token
-    logp = lambda h: model.head(h.unsqueeze(0))[0].double().log_softmax(-1) # (1, T, V), of one window
+    logp = lambda h: model.head(h.unsqueeze(0))[0].log_softmax(-1) # (1, T, V), of one window
     def rows(x, y):
         windows = list(zip(*(family(model)["lens"](model, state, l) for l, state in states(model, x)))) # B of L+1 of (T, C)
         finals = map(logp, (w[-1] for w in windows))
@@ -431,7 +441,8 @@ MEASURES = { # name: (function, windows by default, *panels); a panel: (kind, ke
     "angular": (angular, 1024, ("map", "distance", "angular distance", "from z_l", "to z_(l+n+1), n", 0), ("line", "profile", "mean over l", "n blocks on", "angular distance", 1)),
     "causal": (causal, 128, ("map", "scores", "causal score", "block l", "skipped block s", 0), LATE),
     "permutation": (permutation, 128, ("map", "scores", "permutation score", "block j", "exchanged with block i", 0), LATE),
-    "prune": (prune, 128, ("line", "loss_change", "one block skipped", "block", f"gain in {LOSS}", 0), ("line logy", "perplexity_change", "one block skipped", "block", "gain in perplexity", 0)),
+    "prune": (prune, 128, ("line", "loss_change", "one block skipped", "block", f"gain in {LOSS}", 0), ("line logy", "perplexity_change", "one block skipped", "block", "gain in perplexity", 0),
+              ("line", "accuracy_change", "one block skipped", "block", "change of accuracy", 0)),
     "lens": (lens, 128, ("line", "kl", "prediction after l blocks", "l", "KL to the final one (nats per token)", 0)),
     "paths": (paths, 512, ("map", "weights", "path weights", "source (0: embedding)", "reading sub-layer", 0)),
     "transport": (transport, 512, ("line", "effective_rank", "product of the residual maps", "blocks", "effective rank", 0), ("line", "cosine", "streams of the start", "blocks", "mean |cosine|", 0),
@@ -455,7 +466,7 @@ def draw(panels, runs):
     matplotlib.use("Agg") # no display needed
     import matplotlib.pyplot as plt
     groups = [[r for r in runs if r.get("panel") == name] for name in dict.fromkeys(r.get("panel") for r in runs)]
-    cells = [(panel, rs) for panel in panels for rs in ([[r] for r in runs] if panel[0] == "map" else groups)]
+    cells = [(panel, rs) for panel in panels if panel[1] in runs[0] for rs in ([[r] for r in runs] if panel[0] == "map" else groups)]
     columns = min(len(groups) if len(groups) > 1 else len(cells), 4)
     rows = -(-len(cells) // columns)
     fig, axes = plt.subplots(rows, columns, figsize=(max(4.6 * columns, 7), 3.6 * rows), squeeze=False, layout="constrained")
@@ -487,10 +498,14 @@ def draw(panels, runs):
 def measured(name, path, args):
     # what one measure says of one checkpoint, None where it does not apply
     if name == "norms" and path.is_file():
-        return dict(label=path.name, model="", **norms(read_tensors(path, args.pattern), [], args))
+        try:
+            return dict(label=path.name, model="", **norms(read_tensors(path, args.pattern), [], args))
+        except (Unfit, ValueError, KeyError, RuntimeError) as e:
+            fail(f"{path}: {e if isinstance(e, Unfit) else 'is neither a safetensors file nor a state dict'}")
     (model, ckpt), (function, windows, *_), batches = load_checkpoint(path), MEASURES[name], []
     config, T = ckpt["config"], min(args.seq_len, model.config.block_size)
     about = dict(name=path.name, label=f"{config['model']} L{model.config.n_layer} d{model.config.n_embd}", model=config["model"], seq_len=T)
+    args.tokenizer = config.get("tokenizer", "gpt2")
     if windows:
         loader = Loader(args.data or config["data"], "val", T)
         order = np.random.default_rng(args.seed).permutation(len(loader))[:args.samples or windows].tolist()
@@ -515,27 +530,29 @@ def main(argv=None):
     parser.add_argument("--seq_len", type=int, default=512, help="tokens of a window, at most the model's block_size")
     parser.add_argument("--seed", type=int, default=0, help="which windows, and the bootstrap")
     parser.add_argument("--batch", type=int, default=8, help="windows at a time")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"][:1 + torch.cuda.is_available()])
     parser.add_argument("--thresholds", type=float, nargs=2, default=[0.45, 0.15], metavar=("CAUSAL", "PERMUTATION"), help="of the late-pair fractions")
+    parser.add_argument("--task", help="prune: a multiple-choice task of evaluate.py, or a JSONL file of {prompt, choices, answer}")
     parser.add_argument("--pattern", default=r"h\.\d+\.norm_\w+\.weight", help="norms: names of the gains, the first number being the layer")
     args = parser.parse_args(argv)
     if min(args.seq_len, args.batch, args.samples + 1) < 1:
         fail(f"--seq_len, --batch, --samples: {args.seq_len}, {args.batch}, {args.samples} must be positive")
-    status = 0
+    status, settings = 0, {k: v for k, v in vars(args).items() if k not in ("measure", "paths", "out_dir", "csv")}
     for name in [args.measure] if args.measure != "all" else [n for n, (_, windows, *_) in MEASURES.items() if windows is not None]:
         function, windows, *panels = MEASURES[name]
-        runs = list(function(list(map(read_run, args.paths)), args) or []) if windows is None else [r for r in (measured(name, p, args) for p in args.paths) if r]
-        status |= windows is not None and len(runs) < len(args.paths) and args.measure != "all"
-        if runs:
-            settings = {k: v for k, v in vars(args).items() if k not in ("measure", "paths", "out_dir", "csv")}
-            try: # JSON first: the numbers survive whatever happens to the figure
+        try:
+            runs = list(function(list(map(read_run, args.paths)), args) or []) if windows is None else [r for r in (measured(name, p, args) for p in args.paths) if r]
+            status |= windows is not None and len(runs) < len(args.paths) and args.measure != "all"
+            if runs: # JSON first: the numbers survive whatever happens to the figure
                 args.out_dir.mkdir(parents=True, exist_ok=True)
                 text = as_json(dict(measure=name, settings=settings, runs=runs))
                 (args.out_dir / f"{name}.json").write_text(text, encoding="utf-8")
                 draw(panels, json.loads(text)["runs"]).savefig(args.out_dir / f"{name}.png", dpi=130)
-            except OSError as e:
-                fail(f"--out_dir: {args.out_dir}: {e.strerror}")
-            print(args.out_dir / f"{name}.png")
+                print(args.out_dir / f"{name}.png")
+        except OSError as e:
+            fail(f"{e.filename}: {e.strerror}")
+        except re.error as e:
+            fail(f"--pattern: {e}")
     return int(status)
 
 if __name__ == "__main__":

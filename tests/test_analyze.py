@@ -17,18 +17,18 @@ import torch.nn.functional as F
 import analyze
 import train
 
-ARGS = SimpleNamespace(seed=0, thresholds=[0.45, 0.15], pattern=r"h\.\d+\.norm_\w+\.weight", seq_len=8, batch=2, samples=0)
+ARGS = SimpleNamespace(seed=0, thresholds=[0.45, 0.15], pattern=r"h\.\d+\.norm_\w+\.weight", seq_len=8, batch=2, samples=0, task=None, tokenizer="bytes")
 NAMES = sorted(train.find_models())
 L, V, B, T = 4, 32, 2, 6
 X = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(2))
 DATA = [(X[:1], Y[:1]), (X[1:], Y[1:])] # two batches: sums over batches are under test too
 
-def make(name, n_layer=L, randomise=True, **fields):
+def make(name, n_layer=L, randomise=True, vocab_size=V, **fields):
     if name not in NAMES:
         pytest.skip(f"no model file has {name}")
     torch.manual_seed(0)
-    model = train.build(name, n_layer=n_layer, n_head=2, n_embd=16, vocab_size=V, block_size=8, **fields).double().eval()
+    model = train.build(name, n_layer=n_layer, n_head=2, n_embd=16, vocab_size=vocab_size, block_size=8, **fields).double().eval()
     for p in model.parameters() if randomise else []: # zero init hides mistakes
         p.data += 0.3 * torch.randn_like(p)
     return model
@@ -247,6 +247,17 @@ def test_lens(name):
     final, probe = model(X)[0].log_softmax(-1), model.head(model.wte(X))[0].log_softmax(-1) # z_0 is the embedding, or copies of it
     assert kl[0] == pytest.approx((final.exp() * (final - probe)).sum(-1).mean().item(), rel=1e-4) # HC's sum is 4 of them: eps
 
+def test_prune_accuracy(tmp_path):
+    import evaluate
+    model = make("preln", vocab_size=320)
+    rows = [dict(prompt=f"{a} is", choices=["this", "that", "it"], answer=i % 3) for i, a in enumerate("abcdefgh")]
+    (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    got = run("prune", model, task=str(tmp_path / "task.jsonl"))
+    without = copy.deepcopy(model)
+    del without.h[2]
+    want = [evaluate.score(m, evaluate.get_tokenizer("bytes"), evaluate.read_task(str(tmp_path / "task.jsonl")))["acc"] for m in (model, without)]
+    assert got["accuracy"][L] == want[0] and got["accuracy_change"][2] == pytest.approx(want[1] - want[0])
+
 def test_lens_states():
     model = make("attnres_block", source_block=4) # blocks 1 and 3 begin inside a source: hidden is the running sum, the lens reads the mix
     state = model.h[0](model.begin(model.wte(X)))
@@ -461,13 +472,13 @@ def ckpts(tmp_path_factory):
 
 def test_all(ckpts, capsys):
     root, paths = ckpts
-    assert analyze.main(["all", *paths, "--out_dir", str(root / "out"), "--samples", "3", "--batch", "2", "--seq_len", "8"]) == 0
+    assert analyze.main(["all", *paths[1:], "--out_dir", str(root / "out"), "--samples", "3", "--batch", "2", "--seq_len", "8"]) == 0
     for name, (_, windows, *panels) in analyze.MEASURES.items():
         if windows is None:
             continue
         assert (root / "out" / f"{name}.png").stat().st_size > 5000
         got = json.loads((root / "out" / f"{name}.json").read_text(), parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
-        assert got["measure"] == name and got["settings"]["seq_len"] == 8 and all(k in r for r in got["runs"] for _, k, *_ in panels)
+        assert got["measure"] == name and got["settings"]["seq_len"] == 8 and all(k in r for r in got["runs"] for _, k, *_ in panels if k != "accuracy_change")
         assert not windows or all(r["samples"] == 3 for r in got["runs"])
 
 def test_wrong_kind(ckpts, capsys):
