@@ -500,7 +500,9 @@ def measured(name, path, args):
     if name == "norms" and path.is_file():
         try:
             return dict(label=path.name, model="", **norms(read_tensors(path, args.pattern), [], args))
-        except (Unfit, ValueError, KeyError, RuntimeError) as e:
+        except re.error:
+            raise
+        except Exception as e: # a damaged file fails in many ways
             fail(f"{path}: {e if isinstance(e, Unfit) else 'is neither a safetensors file nor a state dict'}")
     (model, ckpt), (function, windows, *_), batches = load_checkpoint(path), MEASURES[name], []
     config, T = ckpt["config"], min(args.seq_len, model.config.block_size)
