@@ -221,14 +221,43 @@ def test_parts_and_strangers(flags, tmp_path, capsys):
     assert [json.loads(line)["step"] for line in (path.parent / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 4] # the lost steps are logged once
 
 # -----------------------------------------------------------------------------
+# Compilation
+
+GRAPHS = []
+
+def counting(graph, inputs): # a backend that compiles nothing
+    GRAPHS.append(graph)
+    return graph.forward
+
+def graphs(name, monkeypatch, n_layer=12):
+    # how many graphs training hands to the compiler
+    torch._dynamo.reset()
+    GRAPHS.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting))
+    model = train.build(name, n_layer=n_layer, n_head=2, n_embd=16, block_size=16, vocab_size=64)
+    train.speed_up(model, train.parse(argv(model=name, compile="true"))[0])
+    idx = torch.randint(64, (2, 8)) # (B, T)
+    model(idx, idx)
+    return len(GRAPHS)
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_graphs(name, monkeypatch):
+    assert 1 <= graphs(name, monkeypatch) <= 3
+
+def test_compiled_graphs_broken(monkeypatch):
+    # the twin: blocks whose state grows, compiled whole
+    monkeypatch.setattr(train.load_module(train.find_models()["attnres"][0]), "GROWS", False)
+    assert graphs("attnres", monkeypatch, n_layer=5) > 3
+
+# -----------------------------------------------------------------------------
 # Two processes: one launch for all cases
 
 FUSED = ["attnres", "attnres_block", "hc", "mgr", "mhc", "moda"]
 PAIRS = [(optimizer, accum) for optimizer in ("adamw", "muon") for accum in (1, 2, 4)]
 
-@pytest.fixture(scope="module")
-def two(data, tmp_path_factory):
-    # {case: what each of the two ranks recorded}, and the directory of the runs
+@pytest.fixture(scope="module", autouse=True)
+def launch(data, tmp_path_factory):
+    # torchrun, at work while the other tests of this file run
     out = tmp_path_factory.mktemp("two")
     def case(name, stop=None, twin=0, **kw):
         cases[name] = argv(**{"data": data, "out_dir": out, "run_name": name, **kw}), stop, twin
@@ -236,19 +265,23 @@ def two(data, tmp_path_factory):
     for optimizer, accum in PAIRS:
         case(f"{optimizer} {accum}", optimizer=optimizer, micro_batch=4 // accum, steps=5)
     case("twin", micro_batch=1, steps=5, twin=4)
-    case("straight", steps=10, optimizer="muon", micro_batch=2, eval_every=5)
-    for name in ("half", "half 1"):
-        case(name, steps=10, optimizer="muon", micro_batch=2, eval_every=5, stop=5)
-    case("rest", run_name="half", steps=10, optimizer="muon", micro_batch=2, eval_every=5, resume="true")
-    for name in NAMES: # the fused ones last: kernels.fuse swaps for the whole process
+    ten = dict(steps=10, optimizer="muon", micro_batch=2, eval_every=5)
+    case("straight", **ten), case("half", stop=5, **ten), case("half 1", stop=5, **ten), case("rest", **{**ten, "run_name": "half", "resume": "true"})
+    for name in NAMES:
         case(f"model {name}", model=name, n_layer=3, steps=2, micro_batch=2, optimizer="muon")
-    for name in FUSED:
+    for name in FUSED: # last: kernels.fuse swaps for the whole process
         case(f"fused {name}", model=name, n_layer=3, steps=2, micro_batch=2, optimizer="muon", fused="on")
     (out / "cases.json").write_text(json.dumps(cases))
-    worker = Path(__file__).with_name("ddp_worker.py")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(worker), str(out / "cases.json"), str(out / "seen")],
-                          env=ENV, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(Path(__file__).with_name("ddp_worker.py")), str(out / "cases.json"), str(out / "seen")]
+    with open(out / "stderr", "w") as stderr, subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=stderr) as process:
+        yield process, cases, out
+        process.terminate()
+
+@pytest.fixture(scope="module")
+def two(launch):
+    # {case: what each of the two ranks recorded}, and the directory of the runs
+    process, cases, out = launch
+    assert process.wait(timeout=500) == 0, (out / "stderr").read_text()[-3000:]
     ranks = [torch.load(out / f"seen.{r}") for r in (0, 1)]
     return {name: [rank[name] for rank in ranks] for name in cases}, out
 
@@ -304,32 +337,3 @@ def test_every_model_on_two(two, data, tmp_path, name):
         check_pair(two[0][f"{kind} {name}"], one, 2)
         val = [json.loads((run / "result.json").read_text())["val_loss"] for run in (tmp_path / "one", two[1] / f"{kind} {name}")]
         assert abs(val[0] - val[1]) < 1e-5
-
-# -----------------------------------------------------------------------------
-# Compilation
-
-GRAPHS = []
-
-def counting(graph, inputs): # a backend that compiles nothing
-    GRAPHS.append(graph)
-    return graph.forward
-
-def graphs(name, monkeypatch):
-    # how many graphs the training of 12 blocks hands to the compiler
-    torch._dynamo.reset()
-    GRAPHS.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting))
-    model = train.build(name, n_layer=12, n_head=2, n_embd=16, block_size=16, vocab_size=64)
-    train.speed_up(model, train.parse(argv(model=name, compile="true"))[0])
-    idx = torch.randint(64, (2, 8)) # (B, T)
-    model(idx, idx)
-    return len(GRAPHS)
-
-@pytest.mark.parametrize("name", NAMES)
-def test_compiled_graphs(name, monkeypatch):
-    assert 1 <= graphs(name, monkeypatch) <= 3
-
-def test_compiled_graphs_broken(monkeypatch):
-    # the twin: blocks whose state grows, compiled whole
-    monkeypatch.setattr(train.load_module(train.find_models()["attnres"][0]), "GROWS", False)
-    assert graphs("attnres", monkeypatch) > 3
