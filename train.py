@@ -515,7 +515,9 @@ def load_checkpoint(path):
 def resume(run, cfg, model, optimizers, rank):
     # checkpoint of the run into model and optimizers -> (step, seconds); what may not differ is refused, what may is announced
     if not (run / "ckpt.pt").exists():
-        print(f"resume: {run} has no checkpoint yet, starting at step 0")
+        if rank == 0:
+            print(f"resume: {run} has no checkpoint yet, starting at step 0")
+            (run / "log.jsonl").unlink(missing_ok=True)
         return 0, 0.0
     ckpt = read_checkpoint(run / "ckpt.pt")
     missing = [k for k in ("optimizers", "step", "seconds", "rng") if k not in ckpt]
@@ -647,6 +649,8 @@ def train(cfg, run, model, data, val, rank, world):
     # the loop: returns the exit status
     optimizers = make_optimizers(model, cfg)
     step, seconds = resume(run, cfg, model, optimizers, rank) if cfg.resume else (0, 0.0)
+    if rank == 0:
+        write_config(cfg, run)
     undo = speed_up(model, cfg, rank)
     net = DistributedDataParallel(model) if world > 1 else model
     sequences = cfg.batch_tokens // cfg.block_size
@@ -717,6 +721,8 @@ def train(cfg, run, model, data, val, rank, world):
             save()
             break
     bar.close()
+    if undo:
+        undo()
     for s, handler in before.items():
         signal.signal(s, handler)
     if step < cfg.steps and status == "finished":
@@ -777,23 +783,26 @@ def open_run(cfg):
         fail(f"--run_name: {run} holds this run, unfinished; add --resume to continue it")
     return run, None
 
-def write_config(cfg, run):
-    # everything that made the run, before its first step; also the proof that the directory can be written
-    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True) # a shell, for a machine without git
-    cfg.versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__)
-    cfg.commit, cfg.command = git.stdout.strip(), shlex.join(sys.argv)
+def lock_run(run):
+    # the run directory for this process alone, until it ends; also the proof that it can be written
     try:
         run.mkdir(parents=True, exist_ok=True)
-        lock = open(run / "lock", "w") # held until the process ends
+        lock = open(run / "lock", "w")
         if fcntl:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (run / "result.json").unlink(missing_ok=True) # a longer schedule than the finished one
     except BlockingIOError:
         fail(f"--run_name: another process is at work in {run}")
     except OSError as e:
         fail(f"--out_dir: {run}: {e.strerror}")
-    write_json(run / "config.json", vars(cfg))
     return lock
+
+def write_config(cfg, run):
+    # everything that made the run, before its first step and after all that could be refused
+    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True) # a shell, for a machine without git
+    cfg.versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__)
+    cfg.commit, cfg.command = git.stdout.strip(), shlex.join(sys.argv)
+    write_json(run / "config.json", vars(cfg))
+    (run / "result.json").unlink(missing_ok=True) # a longer schedule than the finished one
 
 def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -824,7 +833,7 @@ def main(argv=None):
             dist.barrier()
         if status is not None:
             return status
-        lock = write_config(cfg, run) if rank == 0 else None
+        lock = lock_run(run) if rank == 0 else None
         if world > 1:
             dist.barrier()
         torch.manual_seed(cfg.seed)
