@@ -130,7 +130,7 @@ def test_signal_while(moment, flags, tmp_path, monkeypatch):
 
 def test_three_signals(flags, tmp_path):
     # three runs at once; each is interrupted some steps in
-    signals = dict(INT=130, TERM=143, KILL=-9)
+    signals = dict(KILL=-9, INT=130, TERM=143)
     runs = {s: subprocess.Popen([sys.executable, train.__file__, *flags(run_name=s, steps=100000, save_every=2)], env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for s in signals}
     try:
         for s, p in runs.items():
