@@ -144,13 +144,11 @@ def test_three_signals(flags, tmp_path):
     finally:
         for p in runs.values():
             p.kill()
-    for s in signals:
-        step = ckpt(tmp_path / s)["step"]
-        assert step > 3 and not (tmp_path / s / "result.json").exists()
-        assert train.load_checkpoint(tmp_path / s)[1]["step"] == step
-    straight = record(flags(run_name="straight", steps=100000), stop=step + 2)
+    step = {s: train.load_checkpoint(tmp_path / s)[1]["step"] for s in signals}
+    assert all(step[s] > 3 and ckpt(tmp_path / s)["step"] == step[s] and not (tmp_path / s / "result.json").exists() for s in signals)
+    straight = record(flags(run_name="straight", steps=100000), stop=step["KILL"] + 2)
     rest = record(flags(run_name="KILL", steps=100000, save_every=2, resume="true"), stop=2)
-    assert straight["tokens"][step:] == rest["tokens"] and same(straight["weights"], rest["weights"])
+    assert straight["tokens"][step["KILL"]:] == rest["tokens"] and same(straight["weights"], rest["weights"])
 
 def test_half_written_is_never_seen(tmp_path):
     path = tmp_path / "x"
