@@ -2,7 +2,6 @@
 train.py across interruptions and processes: exact resume, signals, full disks, checkpoints of others, one process against two.
 Run alone: python -m pytest -q tests/test_resume.py
 """
-import functools
 import json
 import os
 import resource
@@ -217,35 +216,6 @@ def test_parts_and_strangers(flags, tmp_path, capsys):
     path.unlink()
     assert train.main(flags(steps=4, resume="true")) == 0 and "no checkpoint yet" in capsys.readouterr().out
     assert [json.loads(line)["step"] for line in (path.parent / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 4] # the lost steps are logged once
-
-# -----------------------------------------------------------------------------
-# Compilation
-
-GRAPHS = []
-
-def counting(graph, inputs): # a backend that compiles nothing
-    GRAPHS.append(graph)
-    return graph.forward
-
-def graphs(name, monkeypatch, n_layer=12):
-    # how many graphs training hands to the compiler
-    torch._dynamo.reset()
-    GRAPHS.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting))
-    model = train.build(name, n_layer=n_layer, n_head=2, n_embd=16, block_size=16, vocab_size=64)
-    train.speed_up(model, train.parse(argv(model=name, compile="true"))[0])
-    idx = torch.randint(64, (2, 8)) # (B, T)
-    model(idx, idx)
-    return len(GRAPHS)
-
-@pytest.mark.parametrize("name", NAMES)
-def test_compiled_graphs(name, monkeypatch):
-    assert 1 <= graphs(name, monkeypatch) <= 3
-
-def test_compiled_graphs_broken(monkeypatch):
-    # the twin: blocks whose state grows, compiled whole
-    monkeypatch.setattr(train.load_module(train.find_models()["attnres"][0]), "GROWS", False)
-    assert graphs("attnres", monkeypatch, n_layer=5) > 3
 
 # -----------------------------------------------------------------------------
 # Two processes: one launch for all cases
