@@ -75,7 +75,7 @@ def attnres_norm_bwd_kernel(
     cols = tl.arange(0, BLOCK_C)
     dgain, gain = tl.zeros((BLOCK_C,), tl.float32), tl.load(gain_ptr + cols, cols < C, 0.0)[None, :]
     for first in range(tl.program_id(0) * ROWS, R, tl.num_programs(0) * ROWS):
-        row = first.to(tl.int64) + tl.arange(0, ROWS)
+        row = first + tl.arange(0, ROWS).to(tl.int64)
         at, mask = row[:, None] * C + cols[None, :], (row < R)[:, None] & (cols < C)[None, :]
         dh, O = tl.load(dh_ptr + at, mask, 0.0).to(tl.float32), tl.load(O_ptr + at, mask, 0.0).to(tl.float32)
         if NORM: # dO = r (gain dh - r^2 O a / C), a = <gain dh, O>, so that <dO, O> = r^3 a eps
@@ -114,7 +114,7 @@ def attnres_pull_kernel(
         ds = p * (tl.sum(v * dO, 1) - D)
         dv += p[:, None] * dO + (ds * r)[:, None] * q
         sum_ds += ds * s
-        tl.store(c_ptr + l.to(tl.int64) * R + row, ds * r, row < R)
+        tl.store(c_ptr + l * R + row, ds * r, row < R)
     dv -= (sum_ds * r * r / C)[:, None] * v
     if MORE:
         dv += tl.load(more_ptr + at, mask, 0.0).to(tl.float32)
@@ -130,7 +130,7 @@ def attnres_dq_kernel(
     cols, m, part = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(2)
     dq = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     for first in range(part * BLOCK_R, R, tl.num_programs(2) * BLOCK_R):
-        row = first.to(tl.int64) + tl.arange(0, BLOCK_R)
+        row = first + tl.arange(0, BLOCK_R).to(tl.int64)
         c = tl.load(c_ptr + m[:, None].to(tl.int64) * R + row[None, :], (m < M)[:, None] & (row < R)[None, :], 0.0)
         v = tl.load(v_ptr + row[:, None] * C + cols[None, :], (row < R)[:, None] & (cols < C)[None, :], 0.0).to(tl.float32)
         dq += tl.dot(c, v, input_precision="ieee")
@@ -251,6 +251,7 @@ class Tap(torch.autograd.Function):
         ctx.led, ctx.i, ctx.prev, ctx.n, ctx.dtype, ctx.shape = led, len(led.V), prev, len(params), v.dtype, v.shape
         y = v.view_as(v) if prev is None else x + v # (B, T, C)
         V = y.detach().reshape(-1, y.size(-1)).to(y.dtype if led.chip else wide(y)) # (R, C)
+        V = V.clone() if V.data_ptr() % 16 else V # the kernels load 16 bytes at once
         led.V.append(V)
         led.r.append(None if led.chip else rstd(V, led.eps)) # (R, 1)
         led.carry.append(None)
@@ -379,10 +380,10 @@ def attnres_mix(state, res, norm=None):
 
 @jit
 def moda_fwd_kernel(
-    table, # (S, 6) addresses of k_j and v_j, each followed by its stride from token to token, then of dk_j, dv_j
+    table, # (S, 6) addresses of k_j and v_j, each followed by the heads from token to token, then of dk_j, dv_j
     q_ptr, y_seq_ptr, y_ptr, # (B, Hkv, G, T, D)
     lse_ptr, lse_seq_ptr, # (B, Hkv, G, T) fp32
-    N, T, Hkv, D, S, scale, G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    N, T, Hkv, S, scale, D: tl.constexpr, G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N) # N = B T Hkv of them, heads innermost, as the slots lie
     row, hk, g, d = n // Hkv, n % Hkv, tl.arange(0, BLOCK_G)[None, :], tl.arange(0, BLOCK_D)
@@ -392,12 +393,14 @@ def moda_fwd_kernel(
     q = tl.load(q_ptr + at, m, 0.0).to(tl.float32) * scale # (N, G, D)
     y, top, Z = tl.load(y_seq_ptr + at, m, 0.0).to(tl.float32), tl.load(lse_seq_ptr + at_l, m_l, 0.0), tl.full((BLOCK_N, BLOCK_G), 1.0, tl.float32)
     for j in range(S):
-        k = tl.load(tl.load(table + 6 * j).to(q_ptr.dtype) + (row * tl.load(table + 6 * j + 1) + hk * D)[:, None] + d[None, :], m_k, 0.0).to(tl.float32)
-        v = tl.load(tl.load(table + 6 * j + 2).to(q_ptr.dtype) + (row * tl.load(table + 6 * j + 3) + hk * D)[:, None] + d[None, :], m_k, 0.0).to(tl.float32)
-        z = tl.sum(q * k[:, None, :], 2) # (N, G)
+        k_ptr = tl.multiple_of(tl.load(table + 6 * j).to(q_ptr.dtype), 16) + ((row * tl.load(table + 6 * j + 1) + hk) * D)[:, None] + d[None, :]
+        k = tl.load(k_ptr, m_k, 0.0).to(tl.float32)[:, None, :] # (N, 1, D)
+        v_ptr = tl.multiple_of(tl.load(table + 6 * j + 2).to(q_ptr.dtype), 16) + ((row * tl.load(table + 6 * j + 3) + hk) * D)[:, None] + d[None, :]
+        v = tl.load(v_ptr, m_k, 0.0).to(tl.float32)[:, None, :] # (N, 1, D)
+        z = tl.sum(q * k, 2) # (N, G)
         new = tl.maximum(top, z)
         old, e = tl.exp(top - new), tl.exp(z - new)
-        top, Z, y = new, Z * old + e, y * old[:, :, None] + e[:, :, None] * v[:, None, :]
+        top, Z, y = new, Z * old + e, y * old[:, :, None] + e[:, :, None] * v
     tl.store(y_ptr + at, (y / Z[:, :, None]).to(y_ptr.dtype.element_ty), m)
     tl.store(lse_ptr + at_l, top + tl.log(Z), m_l)
 
@@ -406,7 +409,7 @@ def moda_bwd_kernel(
     table, # as above
     q_ptr, y_ptr, dy_ptr, dq_ptr, # (B, Hkv, G, T, D), dq holds the part of the sequence
     lse_ptr, # (B, Hkv, G, T) fp32
-    N, T, Hkv, D, S, scale, G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    N, T, Hkv, S, scale, D: tl.constexpr, G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, hk, g, d = n // Hkv, n % Hkv, tl.arange(0, BLOCK_G)[None, :], tl.arange(0, BLOCK_D)
@@ -416,27 +419,35 @@ def moda_bwd_kernel(
     q, dy = tl.load(q_ptr + at, m, 0.0).to(tl.float32) * scale, tl.load(dy_ptr + at, m, 0.0).to(tl.float32) # (N, G, D)
     dyy, lse, dq = tl.sum(dy * tl.load(y_ptr + at, m, 0.0).to(tl.float32), 2), tl.load(lse_ptr + at_l, m_l, 0.0), tl.zeros_like(q)
     for j in range(S):
-        k = tl.load(tl.load(table + 6 * j).to(q_ptr.dtype) + (row * tl.load(table + 6 * j + 1) + hk * D)[:, None] + d[None, :], m_k, 0.0).to(tl.float32)
-        v = tl.load(tl.load(table + 6 * j + 2).to(q_ptr.dtype) + (row * tl.load(table + 6 * j + 3) + hk * D)[:, None] + d[None, :], m_k, 0.0).to(tl.float32)
-        p = tl.exp(tl.sum(q * k[:, None, :], 2) - lse) # (N, G)
-        ds = p * (tl.sum(dy * v[:, None, :], 2) - dyy)
-        dq += ds[:, :, None] * k[:, None, :]
-        at_k = (n * D)[:, None] + d[None, :] # dk_j, dv_j (B, T, Hkv, D): one program has each element, so they are added to in place
-        dk_ptr, dv_ptr = tl.load(table + 6 * j + 4).to(q_ptr.dtype) + at_k, tl.load(table + 6 * j + 5).to(q_ptr.dtype) + at_k
+        k_ptr = tl.multiple_of(tl.load(table + 6 * j).to(q_ptr.dtype), 16) + ((row * tl.load(table + 6 * j + 1) + hk) * D)[:, None] + d[None, :]
+        k = tl.load(k_ptr, m_k, 0.0).to(tl.float32)[:, None, :] # (N, 1, D)
+        v_ptr = tl.multiple_of(tl.load(table + 6 * j + 2).to(q_ptr.dtype), 16) + ((row * tl.load(table + 6 * j + 3) + hk) * D)[:, None] + d[None, :]
+        v = tl.load(v_ptr, m_k, 0.0).to(tl.float32)[:, None, :] # (N, 1, D)
+        p = tl.exp(tl.sum(q * k, 2) - lse) # (N, G)
+        ds = p * (tl.sum(dy * v, 2) - dyy)
+        dq += ds[:, :, None] * k
+        # dk_j, dv_j (B, T, Hkv, D): one program has each element, so they are added to in place
+        dk_ptr = tl.multiple_of(tl.load(table + 6 * j + 4).to(q_ptr.dtype), 16) + (n * D)[:, None] + d[None, :]
+        dv_ptr = tl.multiple_of(tl.load(table + 6 * j + 5).to(q_ptr.dtype), 16) + (n * D)[:, None] + d[None, :]
         tl.store(dk_ptr, (tl.load(dk_ptr, m_k, 0.0).to(tl.float32) + tl.sum(ds[:, :, None] * q, 1)).to(q_ptr.dtype.element_ty), m_k)
         tl.store(dv_ptr, (tl.load(dv_ptr, m_k, 0.0).to(tl.float32) + tl.sum(p[:, :, None] * dy, 1)).to(q_ptr.dtype.element_ty), m_k)
     tl.store(dq_ptr + at, (tl.load(dq_ptr + at, m, 0.0).to(tl.float32) + dq * scale).to(q_ptr.dtype.element_ty), m)
 
-def chip_moda(kernel, slots, sums, q, lse, scale, *tensors):
-    # launches either kernel; slots k_0, v_0, ...: (B, Hkv, T, D) that lie as (B, T, Hkv, D)
+def moda_blocks(G, D):
+    BG, BD = triton.next_power_of_2(G), triton.next_power_of_2(D)
+    return dict(G=G, BLOCK_N=max(1, 1024 // (BG * BD)), BLOCK_G=BG, BLOCK_D=BD)
+
+def chip_moda(kernel, slots, sums, scale, q, *tensors):
+    # launches either kernel; slots k_0, v_0, ...: (B, Hkv, T, D) that lie as (B, T, .., D)
     B, Hkv, T, D = slots[0].shape
-    sums = sums or [(k, k) for k in slots[::2]] # the forward has none and leaves that part of the table alone
-    table = torch.tensor([(k.data_ptr(), k.stride(2), v.data_ptr(), v.stride(2), dk.data_ptr(), dv.data_ptr())
+    slots = [x if x.stride()[1::2] == (D, 1) and x.stride(0) == T * x.stride(2) and x.stride(2) % D == 0 else
+             x.transpose(1, 2).contiguous().transpose(1, 2) for x in slots]
+    sums = sums or [(k, k) for k in slots[::2]] # the forward leaves that part of the table alone
+    table = torch.tensor([(k.data_ptr(), k.stride(2) // D, v.data_ptr(), v.stride(2) // D, dk.data_ptr(), dv.data_ptr())
                           for k, v, (dk, dv) in zip(slots[::2], slots[1::2], sums)], device=q.device) # (S, 6)
     G, N = q.size(1) // Hkv, B * T * Hkv
-    BG, BD = triton.next_power_of_2(G), triton.next_power_of_2(D)
-    BN = max(1, 1024 // (BG * BD))
-    kernel[(triton.cdiv(N, BN),)](table, q, *tensors, lse, N, T, Hkv, D, len(table), scale, G=G, BLOCK_N=BN, BLOCK_G=BG, BLOCK_D=BD)
+    b = moda_blocks(G, D)
+    kernel[(triton.cdiv(N, b["BLOCK_N"]),)](table, q, *tensors, N, T, Hkv, len(table), scale, D=D, **b)
 
 def flash(q, k, v, scale, back=None):
     # causal attention of the library -> y, lse, *rest; with back = (dy, y, lse, *rest) -> dq, dk, dv. Private ops, so all calls are here
@@ -459,15 +470,20 @@ class DepthAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sums, first, q, k, v, *slots):
         ctx.sums, ctx.first, ctx.scale = sums, first, q.size(-1) ** -0.5
-        y, lse_seq, *ctx.rest = flash(q, k, v, ctx.scale)
-        q_, y = (x.to(wide(x)).unflatten(1, (k.size(1), -1)) for x in (q * ctx.scale, y)) # (B, Hkv, G, T, D)
-        lse_seq, tmp = lse_seq.unflatten(1, q_.shape[1:3]), torch.empty_like(q_) # (B, Hkv, G, T), (B, Hkv, G, T, D)
-        z = torch.stack([torch.mul(q_, k.unsqueeze(2), out=tmp).sum(-1) for k in slots[::2]]) # (S, B, Hkv, G, T)
-        lse = torch.logaddexp(lse_seq, z.logsumexp(0)) # (B, Hkv, G, T)
-        y = y * (lse_seq - lse).exp_().unsqueeze(-1)
-        for p, v_ in zip(z.sub_(lse).exp_().unsqueeze(-1), slots[1::2]):
-            y.addcmul_(p, v_.unsqueeze(2))
-        y, lse = y.flatten(1, 2).to(q.dtype), lse.flatten(1, 2) # (B, H, T, D), (B, H, T)
+        y, lse_seq, *ctx.rest = flash(q, k, v, ctx.scale) # (B, H, T, D), (B, H, T)
+        if on_chip(q):
+            q, y, y_seq, lse_seq = q.contiguous(), torch.empty(q.shape, dtype=q.dtype, device=q.device), y.contiguous(), lse_seq.contiguous()
+            lse = torch.empty_like(lse_seq)
+            chip_moda(moda_fwd_kernel, slots, None, ctx.scale, q, y_seq, y, lse, lse_seq)
+        else:
+            q_, y = (x.to(wide(x)).unflatten(1, (k.size(1), -1)) for x in (q * ctx.scale, y)) # (B, Hkv, G, T, D)
+            lse_seq, tmp = lse_seq.unflatten(1, q_.shape[1:3]), torch.empty_like(q_) # (B, Hkv, G, T), (B, Hkv, G, T, D)
+            z = torch.stack([torch.mul(q_, k.unsqueeze(2), out=tmp).sum(-1) for k in slots[::2]]) # (S, B, Hkv, G, T)
+            lse = torch.logaddexp(lse_seq, z.logsumexp(0)) # (B, Hkv, G, T)
+            y = y * (lse_seq - lse).exp_().unsqueeze(-1)
+            for p, v_ in zip(z.sub_(lse).exp_().unsqueeze(-1), slots[1::2]):
+                y.addcmul_(p, v_.unsqueeze(2))
+            y, lse = y.flatten(1, 2).to(q.dtype), lse.flatten(1, 2) # (B, H, T, D), (B, H, T)
         ctx.save_for_backward(q, k, v, y, lse, *slots)
         return y
 
@@ -475,24 +491,31 @@ class DepthAttention(torch.autograd.Function):
     def backward(ctx, dy):
         q, k, v, y, lse, *slots = ctx.saved_tensors
         dq, dk, dv = flash(q, k, v, ctx.scale, (dy, y, lse, *ctx.rest))
-        q_, y, dy = (x.to(wide(x)).unflatten(1, (k.size(1), -1)) for x in (q * ctx.scale, y, dy)) # (B, Hkv, G, T, D)
-        lse, tmp, dq_ = lse.unflatten(1, q_.shape[1:3]), torch.empty_like(q_), torch.zeros_like(q_)
-        D = torch.mul(dy, y, out=tmp).sum(-1) # (B, Hkv, G, T)
-        grads = []
-        for sums, first, k, v in zip(ctx.sums, ctx.first, slots[::2], slots[1::2]):
-            k_, v_ = k.unsqueeze(2), v.unsqueeze(2) # (B, Hkv, 1, T, D)
-            p = (torch.mul(q_, k_, out=tmp).sum(-1) - lse).exp_() # (B, Hkv, G, T)
-            ds = (torch.mul(dy, v_, out=tmp).sum(-1).sub_(D).mul_(p)).unsqueeze(-1) # (B, Hkv, G, T, 1)
-            dq_.addcmul_(ds, k_)
-            if not sums:
-                sums += [q_.new_zeros(k.shape), q_.new_zeros(k.shape)] # dk_j, dv_j (B, Hkv, T, D)
-            for g in range(q_.size(2)): # the query heads that share the key head
-                sums[0].addcmul_(ds[:, :, g], q_[:, :, g])
-                sums[1].addcmul_(p.unsqueeze(-1)[:, :, g], dy[:, :, g])
-            grads += [x.to(k.dtype) for x in sums] if first else [None, None]
-            if first:
+        for sums, k_ in zip(ctx.sums, slots[::2]):
+            if not sums: # dk_j, dv_j (B, Hkv, T, D), which lie as (B, T, Hkv, D)
+                sums += [torch.zeros_like(k_.transpose(1, 2), dtype=k_.dtype if on_chip(q) else wide(k_), memory_format=torch.contiguous_format).transpose(1, 2)
+                         for _ in range(2)]
+        if on_chip(q):
+            dq = dq.contiguous()
+            chip_moda(moda_bwd_kernel, slots, ctx.sums, ctx.scale, q, y, dy.contiguous(), dq, lse)
+        else:
+            q_, y, dy = (x.to(wide(x)).unflatten(1, (k.size(1), -1)) for x in (q * ctx.scale, y, dy)) # (B, Hkv, G, T, D)
+            lse, tmp, dq_ = lse.unflatten(1, q_.shape[1:3]), torch.empty_like(q_), torch.zeros_like(q_)
+            D = torch.mul(dy, y, out=tmp).sum(-1) # (B, Hkv, G, T)
+            for sums, k_, v_ in zip(ctx.sums, slots[::2], slots[1::2]):
+                k_, v_ = k_.unsqueeze(2), v_.unsqueeze(2) # (B, Hkv, 1, T, D)
+                p = (torch.mul(q_, k_, out=tmp).sum(-1) - lse).exp_().unsqueeze(-1) # (B, Hkv, G, T, 1)
+                ds = torch.mul(dy, v_, out=tmp).sum(-1).sub_(D).unsqueeze(-1).mul_(p) # (B, Hkv, G, T, 1)
+                dq_.addcmul_(ds, k_)
+                for g in range(q_.size(2)): # the query heads that share the key head
+                    sums[0].addcmul_(ds[:, :, g], q_[:, :, g])
+                    sums[1].addcmul_(p[:, :, g], dy[:, :, g])
+            dq = dq + (dq_.flatten(1, 2) * ctx.scale).to(dq.dtype)
+        grads = [x.to(k.dtype) if first else None for sums, first in zip(ctx.sums, ctx.first) for x in sums]
+        for sums, first in zip(ctx.sums, ctx.first):
+            if first: # handed over
                 sums.clear()
-        return None, None, dq + (dq_.flatten(1, 2) * ctx.scale).to(dq.dtype), dk, dv, *grads
+        return None, None, dq, dk, dv, *grads
 
 def moda_depth_attention(q, k, v, slots):
     if not slots:
@@ -532,3 +555,45 @@ class LMLoss(torch.autograd.Function):
 
 def lm_loss(x, w, targets):
     return LMLoss.apply(x, w, targets, torch.is_grad_enabled())
+
+# -----------------------------------------------------------------------------
+# The swap. A replacement stands for the text of one model file: whoever changes that text in a copy is told so, not given the old function.
+
+FUSED = { # file: the definitions that have to be its text, and what is swapped in their place
+    "model_attnres.py": ("push", "mix", "DepthSoftmax", "GPT.begin"),
+    "model_moda.py": ("depth_attention",),
+    "model_preln.py": ("lm_loss",),
+}
+SWAPS = {"push": attnres_push, "mix": attnres_mix, "GPT.begin": attnres_begin, "depth_attention": moda_depth_attention, "lm_loss": lm_loss}
+HOT = ("connect", "push", "mix", "depth_attention", "lm_loss")
+
+def definitions(path):
+    # {name: text} of the functions and classes of a file, members of classes as Class.name
+    text = Path(path).read_text(encoding="utf-8")
+    found = {}
+    for node in ast.parse(text).body:
+        for n, prefix in [(node, "")] + [(n, f"{node.name}.") for n in (node.body if isinstance(node, ast.ClassDef) else ())]:
+            if isinstance(n, (ast.FunctionDef, ast.ClassDef)):
+                found[prefix + n.name] = ast.get_source_segment(text, n)
+    return found
+
+def fuse(module):
+    # swaps the hot functions of a model file for those above, and says so -> undo()
+    own, swaps = definitions(module.__file__), {}
+    for file, names in FUSED.items():
+        if all(own.get(n) == text for n, text in definitions(Path(__file__).with_name(file)).items() if n in names):
+            swaps.update({n: SWAPS[n] for n in names if n in SWAPS})
+    unknown = [n for n in HOT if n in own and n not in swaps]
+    if unknown:
+        raise ValueError(f"--fused: {Path(module.__file__).name}: no fused form is known for its own {', '.join(unknown)}; use --fused off")
+    old = []
+    for name, new in swaps.items():
+        owner = module.GPT if name.startswith("GPT.") else module
+        old.append((owner, name.split(".")[-1], getattr(owner, name.split(".")[-1])))
+        setattr(*old[-1][:2], new)
+    print(f"fused: {module.__name__}: {', '.join(swaps)}")
+
+    def undo():
+        for owner, name, function in old:
+            setattr(owner, name, function)
+    return undo
