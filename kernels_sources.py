@@ -43,7 +43,8 @@ def blocks(x):
 def attnres_fwd_kernel(
     table, # (S) addresses of V_i (R, C)
     q_ptr, gain_ptr, # (C) fp32
-    h_ptr, O_ptr, # (R, C)
+    h_ptr, # (R, C)
+    O_ptr, # (R, C) fp32: rounded, <dO, O> would be wrong by what all sources have in common, and dq with it
     lse_ptr, # (R)
     R, C, S, eps, norm_eps, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
@@ -58,15 +59,16 @@ def attnres_fwd_kernel(
         scale, e = tl.exp(top - new), tl.exp(s - new)
         top, Z, O = new, Z * scale + e, O * scale[:, None] + e[:, None] * v
     O = O / Z[:, None]
-    tl.store(O_ptr + at, O.to(h_ptr.dtype.element_ty), mask)
+    tl.store(O_ptr + at, O, mask)
     tl.store(lse_ptr + row, top + tl.log(Z), row < R)
     if NORM:
         O = O / tl.sqrt(tl.sum(O * O, 1) / C + norm_eps)[:, None] * tl.load(gain_ptr + cols, cols < C, 0.0)[None, :]
-        tl.store(h_ptr + at, O.to(h_ptr.dtype.element_ty), mask)
+    tl.store(h_ptr + at, O.to(h_ptr.dtype.element_ty), mask)
 
 @jit
 def attnres_norm_bwd_kernel(
-    dh_ptr, O_ptr, dO_ptr, # (R, C)
+    dh_ptr, dO_ptr, # (R, C)
+    O_ptr, # (R, C) fp32
     gain_ptr, # (C) fp32
     D_ptr, # (R) <dO, O>
     dgain_ptr, # (programs, C) fp32
@@ -77,17 +79,14 @@ def attnres_norm_bwd_kernel(
     for first in range(tl.program_id(0) * ROWS, R, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS).to(tl.int64)
         at, mask = row[:, None] * C + cols[None, :], (row < R)[:, None] & (cols < C)[None, :]
-        dh, O = tl.load(dh_ptr + at, mask, 0.0).to(tl.float32), tl.load(O_ptr + at, mask, 0.0).to(tl.float32)
-        if NORM: # dO = r (gain dh - r^2 O a / C), a = <gain dh, O>, so that <dO, O> = r^3 a eps
+        dh, O = tl.load(dh_ptr + at, mask, 0.0).to(tl.float32), tl.load(O_ptr + at, mask, 0.0)
+        if NORM: # dO = r (gain dh - r^2 O <gain dh, O> / C)
             r = 1 / tl.sqrt(tl.sum(O * O, 1) / C + norm_eps)
             dgain += tl.sum(tl.where(mask, dh * O * r[:, None], 0.0), 0)
-            a = tl.sum(dh * gain * O, 1) * r * r * r
-            dh = dh * gain * r[:, None] - O * (a / C)[:, None]
-            D = a * norm_eps
-        else:
-            D = tl.sum(dh * O, 1)
-        tl.store(dO_ptr + at, dh.to(dO_ptr.dtype.element_ty), mask)
-        tl.store(D_ptr + row, D, row < R)
+            dh = dh * gain * r[:, None] - O * (tl.sum(dh * gain * O, 1) * r * r * r / C)[:, None]
+        dO = dh.to(dO_ptr.dtype.element_ty)
+        tl.store(dO_ptr + at, dO, mask)
+        tl.store(D_ptr + row, tl.sum(dO.to(tl.float32) * O, 1), row < R) # of the dO that is stored: errors along O cancel in ds
     if NORM:
         tl.store(dgain_ptr + tl.program_id(0) * C + cols, dgain, cols < C)
 
@@ -137,16 +136,15 @@ def attnres_dq_kernel(
     tl.store(dq_ptr + (part * M + m[:, None]) * C + cols[None, :], dq, (m < M)[:, None] & (cols < C)[None, :])
 
 def chip_mix(V, q, gain, eps, norm_eps):
-    O, lse = torch.empty_like(V[0]), torch.empty(len(V[0]), 1, device=q.device) # (R, C), (R, 1)
-    h, (R, C), b = O if gain is None else torch.empty_like(O), O.shape, blocks(O)
-    table = torch.tensor([v.data_ptr() for v in V], device=q.device) # (S)
+    h, O, lse = torch.empty_like(V[0]), torch.empty_like(V[0], dtype=torch.float32), torch.empty(len(V[0]), 1, device=q.device) # (R, C), (R, C), (R, 1)
+    table, (R, C), b = torch.tensor([v.data_ptr() for v in V], device=q.device), h.shape, blocks(h) # (S)
     attnres_fwd_kernel[(triton.cdiv(R, b["ROWS"]),)](table, q, q if gain is None else gain, h, O, lse, R, C, len(V), eps, norm_eps, gain is not None, **b)
     return O, h, lse
 
 def chip_norm_backward(dh, O, gain, norm_eps):
-    (R, C), dO, D, b = O.shape, torch.empty_like(O), torch.empty(len(O), 1, device=O.device), blocks(O)
+    (R, C), dO, D, b = O.shape, torch.empty_like(dh), torch.empty(len(O), 1, device=O.device), blocks(O)
     dgain = torch.empty(min(triton.cdiv(R, b["ROWS"]), 512), C, device=O.device) # (programs, C)
-    attnres_norm_bwd_kernel[(len(dgain),)](dh, O, dO, O if gain is None else gain, D, dgain, R, C, norm_eps, gain is not None, **b)
+    attnres_norm_bwd_kernel[(len(dgain),)](dh, dO, O, O if gain is None else gain, D, dgain, R, C, norm_eps, gain is not None, **b)
     return dO, D, None if gain is None else dgain.sum(0)
 
 def chip_pull(V, table, q, more, eps):
@@ -215,6 +213,7 @@ class Group:
             scale = (self.top[:, j] - top).exp_() # (R)
             Z.addcmul_(self.Z[:, j], scale)
             torch.mul(self.O[:, j], scale.unsqueeze(-1), out=O)
+            self.O = None if j == len(self.q) - 1 else self.O
         for i, v in enumerate(V):
             O.addcmul_(v, e[i])
         self.lse[:, j] = top + Z.log()
@@ -328,25 +327,24 @@ class Mix(torch.autograd.Function):
     def backward(ctx, dh):
         (O, gain), g, j, dgain = ctx.saved_tensors, ctx.g, ctx.j, None
         used_up(ctx.led)
-        dh = dh.reshape(O.shape).to(O.dtype) # (R, C)
+        dh = dh.reshape(O.shape) # (R, C)
         with torch.autocast(O.device.type, enabled=False):
             if ctx.led.chip:
                 g.dO, g.D, dgain = chip_norm_backward(dh, O, gain, ctx.eps)
                 return None, None, None, None, dgain, None
+            dh = dh.to(O.dtype) # (R, C)
             if g.dO is None:
                 g.dO, g.D = O.new_zeros(len(O), g.n, O.size(-1)), O.new_zeros(len(O), g.n) # (R, G, C), (R, G)
             dO = g.dO[:, j] # (R, C)
             if gain is None:
                 dO.copy_(dh)
-                g.D[:, j:j + 1] = rowdot(dh, O)
-            else: # dO = r (gain dh - r^2 O a / C), a = <gain dh, O>, so that <dO, O> = r^3 a eps
+            else: # dO = r (gain dh - r^2 O <gain dh, O> / C)
                 r = rstd(O, ctx.eps) # (R, 1)
                 dgain = (r.T @ (dh * O)).squeeze(0) # (C)
                 dh = dh * gain # (R, C)
-                a = rowdot(dh, O).mul_(r**3) # (R, 1)
                 torch.mul(dh, r, out=dO)
-                dO.addcmul_(O, a, value=-1 / O.size(-1))
-                g.D[:, j:j + 1] = a * ctx.eps
+                dO.addcmul_(O, rowdot(dh, O).mul_(r**3), value=-1 / O.size(-1))
+            g.D[:, j:j + 1] = rowdot(dO, O)
         return None, None, None, None, dgain, None
 
 def attnres_begin(self, x):
@@ -456,9 +454,14 @@ def flash(q, k, v, scale, back=None):
     op = getattr(torch.ops.aten, name, None)
     if op is None or not cpu and q.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError(f"fused MoDA needs aten::{name} of torch for {q.dtype} on {q.device.type}, which torch {torch.__version__} does not have")
+
+    def fit(x): # heads contiguous, on CUDA in multiples of 8
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        return x if cpu or D % 8 == 0 else F.pad(x, (0, -D % 8))
+
+    q, k, v, *dyy = (fit(x) for x in (q, k, v, *(back or ())[:2]))
     if cpu:
-        return op(q, k, v, 0.0, True, scale=scale) if back is None else op(back[0], q, k, v, *back[1:], 0.0, True, scale=scale)
-    q, k, v, *dyy = (F.pad(x, (0, -D % 8)) for x in (q, k, v, *(back or ())[:2])) # heads in multiples of 8
+        return op(q, k, v, 0.0, True, scale=scale) if back is None else op(dyy[0], q, k, v, dyy[1], back[2], 0.0, True, scale=scale)
     if back is None:
         y, lse, *rest = op(q, k, v, 0.0, True, False, scale=scale)
         return y[..., :D], lse, *rest[:6]
