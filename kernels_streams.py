@@ -5,6 +5,13 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError: # macOS, Windows: all but the kernels themselves still works
+    jit, tl = lambda f: f, SimpleNamespace(constexpr=None)
+
 # -----------------------------------------------------------------------------
 # HC, mHC, mHC-lite, MGR: the write of sub-layer k, and the coefficients, the read and the norm of sub-layer k+1
 #
@@ -33,6 +40,170 @@ def mgr_coefficients(z, base, c_0, competitive): # z (R, N, 2), columns: read, g
     a, q = (z + base).unbind(-1) # (R, N)
     gates = torch.cat((c_0[1:].expand(len(q), 1), q), dim=-1).softmax(dim=-1)[..., 1:] if competitive else q.sigmoid()
     return a.softmax(dim=-1), gates
+
+# HC and MGR, where W is small: one token at a time, everything about it in registers
+
+@jit
+def stream_coefficients(z, base, extra, i, j, N: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr):
+    # z (N, J) -> v (N, J), columns 0: read, 1 .. N: what a stream gives to each stream (HC), J-1: write; zero where padded
+    if KIND == "hc":
+        v = base + extra[None, :] * (2 * tl.sigmoid(2 * z) - 1) # tanh
+    else:
+        q = z + base + tl.where(i < N, 0.0, float("-inf"))[:, None]
+        top = tl.max(q, axis=0)
+        if KIND == "mgr":
+            top = tl.where(j == 1, tl.maximum(top, extra), top) # c_0 competes with the gates
+        e = tl.exp(q - top[None, :])
+        total = tl.sum(e, axis=0)
+        if KIND == "mgr":
+            total += tl.where(j == 1, tl.exp(extra - top), 0.0)
+        v = e / total[None, :]
+        if KIND == "mgr_independent":
+            v = tl.where((j == 1)[None, :], tl.sigmoid(q), v)
+    return tl.where((i < N)[:, None] & (j < J)[None, :], v, 0.0)
+
+@jit
+def stream_coefficients_bwd(v, dv, z, extra, j, KIND: tl.constexpr):
+    # dv (N, J) -> dz (N, J), dbase (N, J), dextra (J)
+    if KIND == "hc":
+        t = 2 * tl.sigmoid(2 * z) - 1
+        return dv * extra[None, :] * (1 - t * t), dv, tl.sum(dv * t, axis=0)
+    dot = tl.sum(v * dv, axis=0) # through a softmax: dq = v (dv - <v, dv>), also for c_0, whose own dv is 0
+    dz = v * (dv - dot[None, :])
+    if KIND == "mgr_independent":
+        dz = tl.where((j == 1)[None, :], v * (1 - v) * dv, dz)
+    return dz, dz, tl.where(j == 1, (tl.sum(v, axis=0) - 1) * dot, 0.0)
+
+@jit
+def stream_fwd_kernel(
+    x_ptr, y_ptr, mix_ptr, write_ptr, # (R, N, C), (R, C), (R, N, N), (R, N) the pending write
+    w_ptr, base_ptr, extra_ptr, gain_ptr, # (J, C), (N, J), (J), (C)
+    new_ptr, h_ptr, # (R, N, C), (R, C)
+    z_ptr, r_ptr, rs_ptr, # (R, N, J), (R, N), (R)
+    new_mix_ptr, new_write_ptr, # (R, N, N), (R, N)
+    R, eps, norm_eps,
+    C: tl.constexpr, N: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    i, j, c = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_C)
+    nc, nj = (i < N)[:, None] & (c < C)[None, :], (i < N)[:, None] & (j < J)[None, :]
+    w = tl.load(w_ptr + j[:, None] * C + c[None, :], mask=(j < J)[:, None] & (c < C)[None, :], other=0.0) # (J, C)
+    base = tl.load(base_ptr + i[:, None] * J + j[None, :], mask=nj, other=0.0)
+    extra = tl.load(extra_ptr + j, mask=j < J, other=0.0)
+    gain = tl.load(gain_ptr + c, mask=c < C, other=0.0)
+    for row in range(tl.program_id(0).to(tl.int64), R, tl.num_programs(0)):
+        y = tl.load(y_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+        new = tl.load(write_ptr + row * N + i, mask=i < N, other=0.0)[:, None] * y[None, :] # (N, C)
+        for k in tl.static_range(N):
+            x = tl.load(x_ptr + (row * N + k) * C + c, mask=c < C, other=0.0).to(tl.float32)
+            new += tl.load(mix_ptr + row * N * N + i * N + k, mask=i < N, other=0.0)[:, None] * x[None, :]
+        new = new.to(new_ptr.dtype.element_ty)
+        tl.store(new_ptr + row * N * C + i[:, None] * C + c[None, :], new, mask=nc)
+        new = new.to(tl.float32)
+        r = tl.rsqrt(tl.sum(new * new, axis=1) / C + eps) # (N)
+        z = tl.sum(new[:, None, :] * w[None, :, :], axis=2) * r[:, None] # (N, J)
+        v = stream_coefficients(z, base, extra, i, j, N, J, KIND)
+        read = tl.sum(tl.where((j == 0)[None, :], v, 0.0), axis=1) # (N)
+        s = tl.sum(read[:, None] * new, axis=0) # (C)
+        rs = tl.rsqrt(tl.sum(s * s, axis=0) / C + norm_eps)
+        tl.store(h_ptr + row * C + c, (s * rs * gain).to(h_ptr.dtype.element_ty), mask=c < C)
+        tl.store(z_ptr + row * N * J + i[:, None] * J + j[None, :], z, mask=nj)
+        tl.store(r_ptr + row * N + i, r, mask=i < N)
+        tl.store(rs_ptr + row, rs)
+        if KIND == "hc":
+            tl.store(new_mix_ptr + row * N * N + (j[None, :] - 1) * N + i[:, None], v, mask=nj & ((j > 0) & (j < J - 1))[None, :]) # transposed
+        tl.store(new_write_ptr + row * N + i, tl.sum(tl.where((j == J - 1)[None, :], v, 0.0), axis=1), mask=i < N)
+
+@jit
+def stream_bwd_kernel(
+    x_ptr, y_ptr, mix_ptr, write_ptr, w_ptr, base_ptr, extra_ptr, gain_ptr, z_ptr, r_ptr, rs_ptr, # as in the forward kernel
+    dh_ptr, dnew_ptr, dnew_mix_ptr, dnew_write_ptr, # (R, C), (R, N, C), (R, N, N), (R, N)
+    dx_ptr, dy_ptr, dmix_ptr, dwrite_ptr, # (R, N, C), (R, C), (R, N, N), (R, N)
+    dw_ptr, dbase_ptr, dextra_ptr, dgain_ptr, # (programs, J, C), (programs, N, J), (programs, J), (programs, C) to be summed
+    R,
+    C: tl.constexpr, N: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    i, j, c = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_C)
+    nc, nj = (i < N)[:, None] & (c < C)[None, :], (i < N)[:, None] & (j < J)[None, :]
+    base = tl.load(base_ptr + i[:, None] * J + j[None, :], mask=nj, other=0.0)
+    extra = tl.load(extra_ptr + j, mask=j < J, other=0.0)
+    dw, dgain = (), tl.zeros((BLOCK_C,), tl.float32)
+    for k in tl.static_range(J):
+        dw = dw + (tl.zeros((BLOCK_C,), tl.float32),)
+    dbase, dextra = tl.zeros((BLOCK_N, BLOCK_J), tl.float32), tl.zeros((BLOCK_J,), tl.float32)
+    for row in range(pid, R, tl.num_programs(0)):
+        y = tl.load(y_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+        new, x = tl.load(write_ptr + row * N + i, mask=i < N, other=0.0)[:, None] * y[None, :], () # (N, C)
+        for k in tl.static_range(N):
+            x = x + (tl.load(x_ptr + (row * N + k) * C + c, mask=c < C, other=0.0).to(tl.float32),)
+            new += tl.load(mix_ptr + row * N * N + i * N + k, mask=i < N, other=0.0)[:, None] * x[k][None, :]
+        new = new.to(x_ptr.dtype.element_ty).to(tl.float32)
+        z = tl.load(z_ptr + row * N * J + i[:, None] * J + j[None, :], mask=nj, other=0.0)
+        r = tl.load(r_ptr + row * N + i, mask=i < N, other=0.0)
+        v = stream_coefficients(z, base, extra, i, j, N, J, KIND)
+        read = tl.sum(tl.where((j == 0)[None, :], v, 0.0), axis=1) # (N)
+        # h = s rs gain, rs = (mean(s^2) + eps)^-1/2: ds = rs (u - s rs^2 mean(u s)) with u = dh gain
+        gain = tl.load(gain_ptr + c, mask=c < C, other=0.0)
+        dh = tl.load(dh_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+        rs = tl.load(rs_ptr + row)
+        s = tl.sum(read[:, None] * new, axis=0) # (C)
+        dgain += dh * s * rs
+        dh *= gain
+        ds = rs * dh - (rs * rs * rs * tl.sum(dh * s, axis=0) / C) * s # (C)
+        # s = read @ X'; the other columns of v have their gradients from the next write
+        dv = tl.where((j == 0)[None, :], tl.sum(new * ds[None, :], axis=1)[:, None], 0.0) # (N, J)
+        dv += tl.load(dnew_write_ptr + row * N + i[:, None] + 0 * j[None, :], mask=nj & (j == J - 1)[None, :], other=0.0)
+        if KIND == "hc":
+            dv += tl.load(dnew_mix_ptr + row * N * N + (j[None, :] - 1) * N + i[:, None], mask=nj & ((j > 0) & (j < J - 1))[None, :], other=0.0)
+        dz, db, de = stream_coefficients_bwd(v, dv, z, extra, j, KIND)
+        dbase += db
+        dextra += de
+        # z = <X', w> r, r = (mean(X'^2) + eps)^-1/2: dX' = (r dz) @ w - X' r^2 mean_C(dz z)
+        p = dz * r[:, None] # (N, J)
+        old, dw = dw, ()
+        for k in tl.static_range(J): # first all that reads X', then g takes its registers
+            dw = dw + (old[k] + tl.sum(tl.sum(tl.where((j == k)[None, :], p, 0.0), axis=1)[:, None] * new, axis=0),) # (C)
+        g = read[:, None] * ds[None, :] - (r * r * tl.sum(dz * z, axis=1) / C)[:, None] * new
+        g += tl.load(dnew_ptr + row * N * C + i[:, None] * C + c[None, :], mask=nc, other=0.0).to(tl.float32)
+        for k in tl.static_range(J):
+            w = tl.load(w_ptr + k * C + c, mask=c < C, other=0.0) # (C) from cache: there are no registers to keep it in
+            g += tl.sum(tl.where((j == k)[None, :], p, 0.0), axis=1)[:, None] * w[None, :]
+        # X' = mix @ X + write y
+        tl.store(dwrite_ptr + row * N + i, tl.sum(g * y[None, :], axis=1), mask=i < N)
+        for k in tl.static_range(N):
+            tl.store(dmix_ptr + row * N * N + i * N + k, tl.sum(g * x[k][None, :], axis=1), mask=i < N)
+            mix = tl.load(mix_ptr + row * N * N + i * N + k, mask=i < N, other=0.0) # (N) once more, for want of registers
+            tl.store(dx_ptr + (row * N + k) * C + c, tl.sum(mix[:, None] * g, axis=0).to(dx_ptr.dtype.element_ty), mask=c < C)
+        write = tl.load(write_ptr + row * N + i, mask=i < N, other=0.0)
+        tl.store(dy_ptr + row * C + c, tl.sum(write[:, None] * g, axis=0).to(dy_ptr.dtype.element_ty), mask=c < C)
+    for k in tl.static_range(J):
+        tl.store(dw_ptr + (pid * J + k) * C + c, dw[k], mask=c < C)
+    tl.store(dbase_ptr + pid * N * J + i[:, None] * J + j[None, :], dbase, mask=nj)
+    tl.store(dextra_ptr + pid * J + j, dextra, mask=j < J)
+    tl.store(dgain_ptr + pid * C + c, dgain, mask=c < C)
+
+def programs(X): # that many loops over the tokens; as many partial sums of the parameters' gradients
+    return min(len(X), 2 * torch.cuda.get_device_properties(X.device).multi_processor_count if X.is_cuda else 2)
+
+def sizes(X, W, op): # one token's streams in the registers of 4 to 16 warps
+    N, C, J = X.size(1), X.size(2), len(W)
+    block = dict(C=C, N=N, J=J, KIND=op.kind, BLOCK_N=triton.next_power_of_2(N), BLOCK_J=triton.next_power_of_2(J), BLOCK_C=triton.next_power_of_2(C))
+    return dict(**block, num_warps=8 if block["BLOCK_N"] * block["BLOCK_C"] <= 8192 else 16)
+
+def stream_forward(op, X, y, mix, write, W, gain, base, extra):
+    R, N, C, J = *X.shape, len(W)
+    new, h, z, r, rs = torch.empty_like(X), torch.empty_like(y, dtype=X.dtype), mix.new_empty(R, N, J), mix.new_empty(R, N), mix.new_empty(R)
+    new_mix, new_write = torch.empty_like(mix), torch.empty_like(write)
+    stream_fwd_kernel[(programs(X),)](X, y, mix, write, W, base, extra, gain, new, h, z, r, rs, new_mix, new_write, R, op.eps, op.norm_eps, **sizes(X, W, op))
+    return (h, new, new_mix, new_write) if op.kind == "hc" else (h, new, new_write), (z, r, rs)
+
+def stream_backward(op, X, y, mix, write, W, gain, z, r, rs, small, dh, dnew, *dc):
+    P, R, N, C, J = programs(X), *X.shape, len(W)
+    dX, dy, dmix, dwrite = (torch.empty_like(t) for t in (X, y, mix, write))
+    dW, dbase, dextra, dgain = mix.new_empty(P, J, C), mix.new_empty(P, N, J), mix.new_empty(P, J), mix.new_empty(P, C)
+    stream_bwd_kernel[(P,)](X, y, mix, write, W, *small, gain, z, r, rs, dh.contiguous(), dnew.contiguous(), dc[0].contiguous(), dc[-1].contiguous(),
+                            dX, dy, dmix, dwrite, dW, dbase, dextra, dgain, R, **sizes(X, W, op))
+    return dX, dy, dmix, dwrite, dW.sum(0), dgain.sum(0), dbase.sum(0), dextra.sum(0)
 
 def rstd(x, eps):
     return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1) + eps).rsqrt()
@@ -71,11 +242,14 @@ def torch_backward(op, X, y, mix, write, W, gain, z, r, rs, small, dh, dnew, *dc
     dX, dy = torch.bmm(mix.mT, g).to(X.dtype), torch.bmm(write.unsqueeze(1), g).squeeze(1).to(y.dtype) # (R, N, C), (R, C)
     return dX, dy, dmix, dwrite, p.T @ v, (dh * s * rs).sum(dim=0), *dsmall
 
+def on_chip(X):
+    return X.is_cuda
+
 class Connect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, op, X, y, mix, write, W, gain, *small):
-        out, saved = torch_forward(op, X, y, mix, write, W, gain, *small)
+        out, saved = (stream_forward if on_chip(X) else torch_forward)(op, X, y, mix, write, W, gain, *small)
         ctx.op = op
         ctx.save_for_backward(X, y, mix, write, W, gain, *saved, *small)
         return out
@@ -84,7 +258,7 @@ class Connect(torch.autograd.Function):
     def backward(ctx, *grads):
         X, y, mix, write, W, gain, z, r, rs, *small = ctx.saved_tensors
         with torch.autocast(X.device.type, enabled=False):
-            return None, *torch_backward(ctx.op, X, y, mix, write, W, gain, z, r, rs, small, *grads)
+            return None, *(stream_backward if on_chip(X) else torch_backward)(ctx.op, X, y, mix, write, W, gain, z, r, rs, small, *grads)
 
 def stream_connect(op, state, norm, W, *small):
     X, y, *c = state
@@ -92,7 +266,7 @@ def stream_connect(op, state, norm, W, *small):
     mix, write = c if len(c) == 2 else (torch.diag_embed(1 - c[0]), c[0]) # MGR: (1 - gate) X + gate y
     op.norm_eps = norm.eps
     with torch.autocast(X.device.type, enabled=False):
-        h, X, *c = Connect.apply(op, X.reshape(-1, N, C), y.reshape(-1, C), mix.reshape(-1, N, N), write.reshape(-1, N), W, norm.weight, *small)
+        h, X, *c = Connect.apply(op, *(t.flatten(0, 1).contiguous() for t in (X, y, mix, write)), W.contiguous(), norm.weight, *small)
     return h.view(B, T, C), X.view(B, T, N, C), *(t.unflatten(0, (B, T)) for t in c)
 
 def plain_connect(state, m, norm): # nothing to write by coefficients: the first connector, streams that are appended; and MGR's readout

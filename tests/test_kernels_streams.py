@@ -3,6 +3,7 @@ The fused stream step against connect of the model files: values and every gradi
 """
 import pytest
 import torch
+import triton.language as tl
 
 import kernels_streams as kernels
 import train
@@ -89,3 +90,41 @@ def test_whole_model(name, monkeypatch):
                 assert sum(worst) < 2 * sum(limit), (n, worst, limit)
             else:
                 assert max(worst) < tolerance, (n, worst)
+
+TRITON_CASES = ((1, 48, 7, 0.0), (2, 76, 1, 0.0), (3, 257, 7, 0.0), (4, 640, 7, 0.0), (4, 48, 7, 100.0), (1, 76, 64, 0.0), (8, 76, 7, 0.0))
+
+@pytest.fixture
+def on_chip(monkeypatch):
+    # the Triton kernels in the interpreter, every output filled with NaN before it is written
+    from triton.runtime import interpreter
+    monkeypatch.setattr(kernels, "on_chip", lambda X: True)
+    empty, empty_like, new_empty, convert = torch.empty, torch.empty_like, torch.Tensor.new_empty, interpreter._convert_float
+    nan = lambda t: t.fill_(float("nan")) if t.is_floating_point() else t
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: nan(empty_like(*a, **k)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: nan(new_empty(*a, **k)))
+    def nearest(x, a, b, mode): # as every device does; the interpreter truncates
+        narrow = a == tl.float32 and b == tl.bfloat16
+        return torch.from_numpy(x.copy()).bfloat16().view(torch.int16).numpy() if narrow else convert(x, a, b, mode)
+    monkeypatch.setattr(interpreter, "_convert_float", nearest)
+
+def against_fp64(name, n, C, rows, dtype, mean):
+    # errors of the fused step and of the plain one
+    state, c, norm = case(name, n, C, rows, dtype, mean)
+    got, plain = run(fused(name), state, c, norm), run(module(name).connect, state, c, norm)
+    exact = run(module(name).connect, [t.detach().double().requires_grad_() for t in state], c.double(), norm.double())
+    return errors(got, exact), errors(plain, exact)
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n,C,rows,mean", TRITON_CASES)
+def test_triton_in_fp32(name, n, C, rows, mean, on_chip):
+    if name != "mhc_lite" or n <= 4:
+        worst, plain = against_fp64(name, n, C, rows, torch.float32, mean)
+        floor = 1e-4 if mean else 1e-5 # a read that cancels a mean of 100 costs digits, as does a gradient that is almost zero (N = 1)
+        assert all(a < max(floor, 3 * b) for a, b in zip(worst, plain)), (worst, plain)
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n,C,rows,mean", TRITON_CASES)
+def test_triton_in_bf16(name, n, C, rows, mean, on_chip):
+    if name != "mhc_lite" or n <= 4:
+        worst, plain = against_fp64(name, n, C, rows, torch.bfloat16, mean)
+        assert all(a < max(2 ** -7, 2 * b) for a, b in zip(worst, plain)), [(a, b) for a, b in zip(worst, plain) if a >= max(2 ** -7, 2 * b)]
