@@ -182,28 +182,227 @@ def stream_bwd_kernel(
     tl.store(dextra_ptr + pid * J + j, dextra, mask=j < J)
     tl.store(dgain_ptr + pid * C + c, dgain, mask=c < C)
 
-def programs(X): # that many loops over the tokens; as many partial sums of the parameters' gradients
-    return min(len(X), 2 * torch.cuda.get_device_properties(X.device).multi_processor_count if X.is_cuda else 2)
+# mHC, where W is too large for that: the tokens in blocks. Write and project; coefficients, a thread per stream pair; read and norm.
+# X' is read once more, from cache: 3n + 2 forward, 4n + 4 backward.
 
-def sizes(X, W, op): # one token's streams in the registers of 4 to 16 warps
-    N, C, J = X.size(1), X.size(2), len(W)
-    block = dict(C=C, N=N, J=J, KIND=op.kind, BLOCK_N=triton.next_power_of_2(N), BLOCK_J=triton.next_power_of_2(J), BLOCK_C=triton.next_power_of_2(C))
-    return dict(**block, num_warps=8 if block["BLOCK_N"] * block["BLOCK_C"] <= 8192 else 16)
+@jit
+def mhc_write_kernel(
+    x_ptr, y_ptr, mix_ptr, write_ptr, phi_ptr, # (R, N, C), (R, C), (R, N, N), (R, N), (M, N*C)
+    new_ptr, z_ptr, r_ptr, # (R, N, C), (R, M), (R)
+    R, eps, C: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    row, m = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_M)
+    z, ss = tl.zeros((BLOCK_R, BLOCK_M), tl.float32), tl.zeros((BLOCK_R,), tl.float32)
+    for start in range(0, C, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        mask = (row < R)[:, None] & (c < C)[None, :]
+        y = tl.load(y_ptr + row[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = ()
+        for k in tl.static_range(N):
+            x = x + (tl.load(x_ptr + (row * N + k)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32),)
+        for o in tl.static_range(N):
+            new = tl.load(write_ptr + row * N + o, mask=row < R, other=0.0)[:, None] * y
+            for k in tl.static_range(N):
+                new += tl.load(mix_ptr + (row * N + o) * N + k, mask=row < R, other=0.0)[:, None] * x[k]
+            new = new.to(new_ptr.dtype.element_ty)
+            tl.store(new_ptr + (row * N + o)[:, None] * C + c[None, :], new, mask=mask)
+            new = new.to(tl.float32)
+            ss += tl.sum(new * new, axis=1)
+            phi = tl.load(phi_ptr + m[None, :] * N * C + o * C + c[:, None], mask=(m < M)[None, :] & (c < C)[:, None], other=0.0) # (C, M)
+            z = tl.dot(new, phi, z, input_precision="tf32x3")
+    r = tl.rsqrt(ss / (N * C) + eps)
+    tl.store(z_ptr + row[:, None] * M + m[None, :], z * r[:, None], mask=(row < R)[:, None] & (m < M)[None, :])
+    tl.store(r_ptr + row, r, mask=row < R)
+
+@jit
+def sinkhorn_scale(M, t): # what step t divides by: column sums where t is odd, row sums where it is even
+    return tl.where(t % 2 == 1, tl.sum(M, axis=1)[:, None, :], tl.sum(M, axis=2)[:, :, None]) + 1e-6
+
+@jit
+def sinkhorn(z, real, steps): # (R, N, N): softmax of the rows and that many steps
+    e = tl.exp(z - tl.max(z, axis=2)[:, :, None])
+    M = tl.where(real, e / tl.sum(e, axis=2)[:, :, None] + 1e-6, 0.0)
+    for t in range(1, steps + 1):
+        M = M / sinkhorn_scale(M, t)
+    return M
+
+@jit
+def mhc_coefficients_kernel(
+    z_ptr, b_ptr, alpha_ptr, p_ptr, # (R, M), (M), (3), (N!, N*N) permutations, of mHC-lite
+    read_ptr, mix_ptr, write_ptr, # (R, N), (R, N, N), (R, N), or their gradients
+    dlogit_ptr, # (R, M), written by the backward pass
+    R, N: tl.constexpr, M: tl.constexpr, ITERS: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    row, i, j = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    ri, rj = (row < R)[:, None] & (i < N)[None, :], (row < R)[:, None] & (j < M - 2 * N)[None, :]
+    for k in tl.static_range(2): # read = sigmoid, write = 2 sigmoid
+        s = tl.sigmoid(tl.load(alpha_ptr + k) * tl.load(z_ptr + row[:, None] * M + k * N + i[None, :], mask=ri, other=0.0) + tl.load(b_ptr + k * N + i, mask=i < N, other=0.0)[None, :])
+        out = (read_ptr if k == 0 else write_ptr) + row[:, None] * N + i[None, :]
+        if BACKWARD:
+            tl.store(dlogit_ptr + row[:, None] * M + k * N + i[None, :], tl.load(out, mask=ri, other=0.0) * (k + 1) * s * (1 - s), mask=ri)
+        else:
+            tl.store(out, (k + 1) * s, mask=ri)
+    if ITERS > 0:
+        real = (i < N)[None, :, None] & (i < N)[None, None, :]
+        nn, at = ri[:, :, None] & (i < N)[None, None, :], row[:, None, None] * N * N + i[None, :, None] * N + i[None, None, :]
+        b = tl.load(b_ptr + 2 * N + i[:, None] * N + i[None, :], mask=(i < N)[:, None] & (i < N)[None, :], other=0.0)
+        pair = row[:, None, None] * M + 2 * N + i[None, :, None] * N + i[None, None, :]
+        z = tl.where(real, tl.load(alpha_ptr + 2) * tl.load(z_ptr + pair, mask=nn, other=0.0) + b[None, :, :], -1e30)
+        if BACKWARD:
+            dM = tl.load(mix_ptr + at, mask=nn, other=0.0)
+            for t in range(1, 2 * ITERS): # M_t = M_{t-1} / S: dM_{t-1} = (dM_t - <dM_t, M_t>) / S; M_{t-1} is computed anew each time
+                M_t, step = sinkhorn(z, real, 2 * ITERS - 1 - t), 2 * ITERS - t
+                S = sinkhorn_scale(M_t, step)
+                dot = dM * M_t / S
+                dM = tl.where(real, dM - tl.where(step % 2 == 1, tl.sum(dot, axis=1)[:, None, :], tl.sum(dot, axis=2)[:, :, None]), 0.0) / S
+            p = sinkhorn(z, real, 0) - tl.where(real, 1e-6, 0.0)
+            tl.store(dlogit_ptr + pair, p * (dM - tl.sum(p * dM, axis=2)[:, :, None]), mask=nn)
+        else:
+            tl.store(mix_ptr + at, sinkhorn(z, real, 2 * ITERS - 1), mask=nn)
+    else: # a softmax over the permutations
+        z = tl.load(alpha_ptr + 2) * tl.load(z_ptr + row[:, None] * M + 2 * N + j[None, :], mask=rj, other=0.0) + tl.load(b_ptr + 2 * N + j, mask=j < M - 2 * N, other=0.0)[None, :]
+        z = tl.where((j < M - 2 * N)[None, :], z, -1e30)
+        e = tl.exp(z - tl.max(z, axis=1)[:, None])
+        p, dp = e / tl.sum(e, axis=1)[:, None], tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
+        for k in tl.static_range(N * N):
+            entry = tl.load(p_ptr + j * N * N + k, mask=j < M - 2 * N, other=0.0)[None, :]
+            if BACKWARD:
+                dp += tl.load(mix_ptr + row * N * N + k, mask=row < R, other=0.0)[:, None] * entry
+            else:
+                tl.store(mix_ptr + row * N * N + k, tl.sum(p * entry, axis=1), mask=row < R)
+        if BACKWARD:
+            tl.store(dlogit_ptr + row[:, None] * M + 2 * N + j[None, :], p * (dp - tl.sum(p * dp, axis=1)[:, None]), mask=rj)
+
+@jit
+def mhc_read_kernel(
+    new_ptr, read_ptr, gain_ptr, h_ptr, rs_ptr, # (R, N, C), (R, N), (C), (R, C), (R)
+    dh_ptr, dread_ptr, a_ptr, dgain_ptr, # (R, C), (R, N), (R), (programs, C), of the backward pass
+    R, norm_eps, C: tl.constexpr, N: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    pid, i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
+    gain, dgain = tl.load(gain_ptr + c, mask=c < C, other=0.0), tl.zeros((BLOCK_C,), tl.float32)
+    for row in range(pid, R, tl.num_programs(0)):
+        new = tl.load(new_ptr + row * N * C + i[:, None] * C + c[None, :], mask=(i < N)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+        s = tl.sum(tl.load(read_ptr + row * N + i, mask=i < N, other=0.0)[:, None] * new, axis=0) # (C)
+        if BACKWARD: # ds = rs u - a s with u = dh gain, a = rs^3 mean(u s)
+            dh, rs = tl.load(dh_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32), tl.load(rs_ptr + row)
+            dgain += dh * s * rs
+            a = rs * rs * rs * tl.sum(dh * gain * s, axis=0) / C
+            tl.store(dread_ptr + row * N + i, tl.sum(new * (rs * dh * gain - a * s)[None, :], axis=1), mask=i < N)
+            tl.store(a_ptr + row, a)
+        else:
+            rs = tl.rsqrt(tl.sum(s * s, axis=0) / C + norm_eps)
+            tl.store(h_ptr + row * C + c, (s * rs * gain).to(h_ptr.dtype.element_ty), mask=c < C)
+            tl.store(rs_ptr + row, rs)
+    if BACKWARD:
+        tl.store(dgain_ptr + pid * C + c, dgain, mask=c < C)
+
+@jit
+def mhc_write_bwd_kernel(
+    x_ptr, y_ptr, mix_ptr, write_ptr, phi_ptr, gain_ptr, # as in the forward kernels
+    read_ptr, rs_ptr, a_ptr, p_ptr, t_ptr, # (R, N), (R), (R), (R, M) r dz, (R) r^2 mean(dz z)
+    dh_ptr, dnew_ptr, # (R, C), (R, N, C)
+    dx_ptr, dy_ptr, dpart_ptr, dphi_ptr, # (R, N, C), (R, C), (chunks, R, N, N+1) of mix and write, (splits, M, N*C)
+    R, C: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    # a program has one chunk of the columns, for all of which it keeps dPhi, and every so many blocks of tokens
+    chunk, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    c, m = chunk * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
+    gain, mc, dphi = tl.load(gain_ptr + c, mask=c < C, other=0.0), (m < M)[:, None] & (c < C)[None, :], ()
+    for o in tl.static_range(N):
+        dphi = dphi + (tl.zeros((BLOCK_M, BLOCK_C), tl.float32),)
+    for block in range(split, tl.cdiv(R, BLOCK_R), tl.num_programs(1)):
+        row = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        rc, rm = (row < R)[:, None] & (c < C)[None, :], (row < R)[:, None] & (m < M)[None, :]
+        y = tl.load(y_ptr + row[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32)
+        x, dx, new, s = (), (), (), tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+        for k in tl.static_range(N):
+            x = x + (tl.load(x_ptr + (row * N + k)[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32),)
+            dx = dx + (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),)
+        for o in tl.static_range(N):
+            new_o = tl.load(write_ptr + row * N + o, mask=row < R, other=0.0)[:, None] * y
+            for k in tl.static_range(N):
+                new_o += tl.load(mix_ptr + (row * N + o) * N + k, mask=row < R, other=0.0)[:, None] * x[k]
+            new = new + (new_o.to(x_ptr.dtype.element_ty).to(tl.float32),)
+            s += tl.load(read_ptr + row * N + o, mask=row < R, other=0.0)[:, None] * new[o]
+        dh = tl.load(dh_ptr + row[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32)
+        ds = tl.load(rs_ptr + row, mask=row < R, other=0.0)[:, None] * dh * gain[None, :] - tl.load(a_ptr + row, mask=row < R, other=0.0)[:, None] * s
+        p, t, dy = tl.load(p_ptr + row[:, None] * M + m[None, :], mask=rm, other=0.0), tl.load(t_ptr + row, mask=row < R, other=0.0), tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+        old, dphi, old_dx = dphi, (), dx
+        for o in tl.static_range(N):
+            # z = (v @ Phi.T) r over all streams: dX' = (r dz) @ Phi - X' r^2 mean(dz z)
+            g = tl.load(dnew_ptr + (row * N + o)[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32) - t[:, None] * new[o]
+            g += tl.load(read_ptr + row * N + o, mask=row < R, other=0.0)[:, None] * ds
+            phi = tl.load(phi_ptr + m[:, None] * N * C + o * C + c[None, :], mask=mc, other=0.0) # (M, C)
+            g = tl.dot(p, phi, g, input_precision="tf32x3") # (R, C)
+            dphi = dphi + (tl.dot(tl.trans(p), new[o], old[o], input_precision="tf32x3"),)
+            # X' = mix @ X + write y
+            part, dx = dpart_ptr + ((chunk * R + row) * N + o) * (N + 1), ()
+            for k in tl.static_range(N):
+                tl.store(part + k, tl.sum(g * x[k], axis=1), mask=row < R)
+                dx = dx + (old_dx[k] + tl.load(mix_ptr + (row * N + o) * N + k, mask=row < R, other=0.0)[:, None] * g,)
+            old_dx = dx
+            tl.store(part + N, tl.sum(g * y, axis=1), mask=row < R)
+            dy += tl.load(write_ptr + row * N + o, mask=row < R, other=0.0)[:, None] * g
+        for k in tl.static_range(N):
+            tl.store(dx_ptr + (row * N + k)[:, None] * C + c[None, :], dx[k].to(dx_ptr.dtype.element_ty), mask=rc)
+        tl.store(dy_ptr + row[:, None] * C + c[None, :], dy.to(dy_ptr.dtype.element_ty), mask=rc)
+    for o in tl.static_range(N):
+        tl.store(dphi_ptr + (split * M + m)[:, None] * N * C + o * C + c[None, :], dphi[o], mask=mc)
+
+def programs(X): # that many loops over the tokens; as many partial sums of the parameters' gradients
+    return min(len(X), 2 * torch.cuda.get_device_properties(X.device).multi_processor_count if X.is_cuda else 4)
+
+def power(n, least=1):
+    return max(least, triton.next_power_of_2(n))
+
+def warps(X): # one token's streams in registers
+    return 8 if power(X.size(1)) * power(X.size(2)) <= 8192 else 16
+
+def stream_sizes(op, X, W):
+    return dict(C=X.size(2), N=X.size(1), J=len(W), KIND=op.kind, BLOCK_N=power(X.size(1)), BLOCK_J=power(len(W)), BLOCK_C=power(X.size(2)), num_warps=warps(X))
 
 def stream_forward(op, X, y, mix, write, W, gain, base, extra):
     R, N, C, J = *X.shape, len(W)
     new, h, z, r, rs = torch.empty_like(X), torch.empty_like(y, dtype=X.dtype), mix.new_empty(R, N, J), mix.new_empty(R, N), mix.new_empty(R)
     new_mix, new_write = torch.empty_like(mix), torch.empty_like(write)
-    stream_fwd_kernel[(programs(X),)](X, y, mix, write, W, base, extra, gain, new, h, z, r, rs, new_mix, new_write, R, op.eps, op.norm_eps, **sizes(X, W, op))
+    stream_fwd_kernel[(programs(X),)](X, y, mix, write, W, base, extra, gain, new, h, z, r, rs, new_mix, new_write, R, op.eps, op.norm_eps, **stream_sizes(op, X, W))
     return (h, new, new_mix, new_write) if op.kind == "hc" else (h, new, new_write), (z, r, rs)
 
-def stream_backward(op, X, y, mix, write, W, gain, z, r, rs, small, dh, dnew, *dc):
+def stream_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
     P, R, N, C, J = programs(X), *X.shape, len(W)
     dX, dy, dmix, dwrite = (torch.empty_like(t) for t in (X, y, mix, write))
     dW, dbase, dextra, dgain = mix.new_empty(P, J, C), mix.new_empty(P, N, J), mix.new_empty(P, J), mix.new_empty(P, C)
-    stream_bwd_kernel[(P,)](X, y, mix, write, W, *small, gain, z, r, rs, dh.contiguous(), dnew.contiguous(), dc[0].contiguous(), dc[-1].contiguous(),
-                            dX, dy, dmix, dwrite, dW, dbase, dextra, dgain, R, **sizes(X, W, op))
+    stream_bwd_kernel[(P,)](X, y, mix, write, W, *small, gain, *saved, dh.contiguous(), dnew.contiguous(), dc[0].contiguous(), dc[-1].contiguous(),
+                            dX, dy, dmix, dwrite, dW, dbase, dextra, dgain, R, **stream_sizes(op, X, W))
     return dX, dy, dmix, dwrite, dW.sum(0), dgain.sum(0), dbase.sum(0), dextra.sum(0)
+
+def mhc_sizes(op, X, W): # of the coefficients' kernel
+    N, M = X.size(1), len(W)
+    return dict(N=N, M=M, ITERS=op.iters, BLOCK_R=16, BLOCK_N=power(N), BLOCK_M=1 if op.iters else power(M - 2 * N), num_warps=4)
+
+def mhc_forward(op, X, y, mix, write, W, gain, b, alpha):
+    R, N, C, M = *X.shape, len(W)
+    new, h, z, r, rs = torch.empty_like(X), torch.empty_like(y, dtype=X.dtype), mix.new_empty(R, M), mix.new_empty(R), mix.new_empty(R)
+    read, new_mix, new_write = torch.empty_like(write), torch.empty_like(mix), torch.empty_like(write)
+    mhc_write_kernel[(triton.cdiv(R, 32),)](X, y, mix, write, W, new, z, r, R, op.eps, C=C, N=N, M=M, BLOCK_R=32, BLOCK_M=power(M, 16), BLOCK_C=64, num_warps=8)
+    mhc_coefficients_kernel[(triton.cdiv(R, 16),)](z, b, alpha, op.P, read, new_mix, new_write, z, R, BACKWARD=False, **mhc_sizes(op, X, W))
+    mhc_read_kernel[(programs(X),)](new, read, gain, h, rs, h, read, rs, rs, R, op.norm_eps, C=C, N=N, BACKWARD=False, BLOCK_N=power(N), BLOCK_C=power(C), num_warps=warps(X))
+    return (h, new, new_mix, new_write), (z, r, rs, read, new)
+
+def mhc_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, dnew_mix, dnew_write):
+    (b, alpha), (z, r, rs, read, new), P, R, N, C, M = small, saved, programs(X), *X.shape, len(W)
+    chunks, splits = triton.cdiv(C, 128), max(1, P // 2 // triton.cdiv(C, 128))
+    dread, a, dgain, dlogit, dh = torch.empty_like(read), mix.new_empty(R), mix.new_empty(P, C), torch.empty_like(z), dh.contiguous()
+    mhc_read_kernel[(P,)](new, read, gain, dh, rs, dh, dread, a, dgain, R, op.norm_eps, C=C, N=N, BACKWARD=True, BLOCK_N=power(N), BLOCK_C=power(C), num_warps=warps(X))
+    mhc_coefficients_kernel[(triton.cdiv(R, 16),)](z, b, alpha, op.P, dread, dnew_mix.contiguous(), dnew_write.contiguous(), dlogit, R, BACKWARD=True, **mhc_sizes(op, X, W))
+    part = torch.arange(M, device=z.device).div(N, rounding_mode="floor").clamp(max=2) # which of the three alphas
+    dz = dlogit * alpha[part] # (R, M)
+    dX, dy, dpart, dW = torch.empty_like(X), torch.empty_like(y), mix.new_empty(chunks, R, N, N + 1), mix.new_empty(splits, M, N * C)
+    mhc_write_bwd_kernel[(chunks, splits)](X, y, mix, write, W, gain, read, rs, a, dz * r.unsqueeze(1), r.square() * (dz * z).sum(1) / (N * C), dh, dnew.contiguous(),
+                                           dX, dy, dpart, dW, R, C=C, N=N, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=128, num_warps=8)
+    dmix, dwrite = dpart.sum(0).split((N, 1), dim=-1) # (R, N, N), (R, N, 1)
+    return dX, dy, dmix, dwrite.squeeze(-1), dW.sum(0), dgain.sum(0), dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z).sum(0))
 
 def rstd(x, eps):
     return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1) + eps).rsqrt()
@@ -220,7 +419,8 @@ def torch_forward(op, X, y, mix, write, W, gain, *small):
     rs = rstd(s, op.norm_eps)
     return ((s * rs * gain).to(X.dtype), new, *c), (z, r, rs)
 
-def torch_backward(op, X, y, mix, write, W, gain, z, r, rs, small, dh, dnew, *dc):
+def torch_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
+    z, r, rs = saved
     x, y32, dh = X.to(mix.dtype), y.to(mix.dtype), dh.to(mix.dtype)
     new = torch.bmm(mix, x).addcmul_(write.unsqueeze(-1), y32.unsqueeze(1)).to(X.dtype).to(mix.dtype) # (R, N, C)
     with torch.enable_grad(): # the coefficients are small: autograd does them
@@ -249,16 +449,18 @@ class Connect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, op, X, y, mix, write, W, gain, *small):
-        out, saved = (stream_forward if on_chip(X) else torch_forward)(op, X, y, mix, write, W, gain, *small)
-        ctx.op = op
-        ctx.save_for_backward(X, y, mix, write, W, gain, *saved, *small)
+        arithmetic = (mhc_forward if op.kind == "mhc" else stream_forward) if on_chip(X) else torch_forward
+        out, saved = arithmetic(op, X, y, mix, write, W, gain, *small)
+        ctx.op, ctx.small = op, len(small)
+        ctx.save_for_backward(X, y, mix, write, W, gain, *small, *saved)
         return out
 
     @staticmethod
     def backward(ctx, *grads):
-        X, y, mix, write, W, gain, z, r, rs, *small = ctx.saved_tensors
+        X, y, mix, write, W, gain, *rest = ctx.saved_tensors
+        arithmetic = (mhc_backward if ctx.op.kind == "mhc" else stream_backward) if on_chip(X) else torch_backward
         with torch.autocast(X.device.type, enabled=False):
-            return None, *(stream_backward if on_chip(X) else torch_backward)(ctx.op, X, y, mix, write, W, gain, z, r, rs, small, *grads)
+            return None, *arithmetic(ctx.op, X, y, mix, write, W, gain, rest[:ctx.small], rest[ctx.small:], *grads)
 
 def stream_connect(op, state, norm, W, *small):
     X, y, *c = state
@@ -288,8 +490,9 @@ def hc_connect(state, hc, norm):
 def mhc_connect(state, hc, norm):
     if len(state) == 1:
         return plain_connect(state, hc, norm)
-    n, iters = state[0].size(2), hc.config.sinkhorn_iters
-    op = SimpleNamespace(kind="mhc", coefficients=partial(mhc_coefficients, P=None if iters else hc.P, n=n, iters=iters), eps=hc.config.norm_eps)
+    iters, P = hc.config.sinkhorn_iters, getattr(hc, "P", None)
+    coefficients = partial(mhc_coefficients, P=P, n=state[0].size(2), iters=iters)
+    op = SimpleNamespace(kind="mhc", coefficients=coefficients, eps=hc.config.norm_eps, iters=iters, P=hc.b if P is None else P)
     return stream_connect(op, state, norm, hc.Phi, hc.b, hc.alpha)
 
 def mgr_connect(state, mgr, norm):
