@@ -88,9 +88,8 @@ class TrainConfig:
     fused: str = "auto" # on, off, auto: kernels.py where it is known to gain
     ddp_backend: str = "auto" # nccl, gloo; auto: by device
 
-PRESETS = {"nano": dict(data="data/stdlib", vocab_size=320, block_size=256, n_layer=4, n_head=4, n_embd=96, steps=600, batch_tokens=2048,
-                        eval_every=100, eval_tokens=65536, save_every=200, log_every=20)}
-NANO_RATE = 2 # times the architecture's own learning rate: the width is a tenth of the paper's
+PRESETS = {"nano": dict(data="data/stdlib", vocab_size=320, block_size=256, n_layer=4, n_head=4, n_embd=96, steps=1000, batch_tokens=2048,
+                        eval_every=200, eval_tokens=65536, save_every=200, log_every=20)}
 # what may differ between two commands for the same run
 NOT_THE_RUN = {"preset", "out_dir", "run_name", "resume", "dry_run", "micro_batch", "eval_every", "log_every", "save_every", "layer_stats_every", "wandb",
                "device", "compile", "fused", "ddp_backend", "tokens_per_param", "tokens", "world_size", "versions", "commit", "command"}
@@ -194,7 +193,6 @@ def parse(argv):
     module = load_module(models[name][0])
     fields = {f.name: f for cls in (TrainConfig, module.GPTConfig) for f in dataclasses.fields(cls)}
     values = {**{f.name: f.default for f in fields.values()}, **models[name][1], **PRESETS.get(typed.get("preset"), {}), "model": name}
-    values["learning_rate"] *= NANO_RATE if typed.get("preset") == "nano" else 1
     if "help" in typed:
         print_help(module, values, models)
         raise SystemExit(0)
