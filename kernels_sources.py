@@ -37,7 +37,7 @@ def blocks(x):
 #
 # Pull backward: the backward of mix l leaves dO_l and <dO_l, O_l> in a ledger; that of source i runs after those of all mixes that
 # read it and makes dV_i in one pass. Saved per token and sub-layer: V, O, and the scalars lse and <dO, O>; p is made again.
-# Off the chip, complete sources are read by the tile of 8, once for a group of 8 mixes: a query is known before it is due.
+# Off the chip, complete sources are read by the tile of 16, once for a group of 16 mixes: a query is known before it is due.
 
 @jit
 def attnres_fwd_kernel(
@@ -159,7 +159,7 @@ class Ledger:
     # what one forward leaves for its one backward; every state carries it
 
     def __init__(self, queries, x):
-        self.queries, self.eps, self.chip, self.G = queries, queries[0].eps, on_chip(x), 1 if on_chip(x) else 8
+        self.queries, self.eps, self.chip, self.G = queries, queries[0].eps, on_chip(x), 1 if on_chip(x) else 16
         self.Q = torch.stack([(m.w * m.g).detach().to(wide(x)) for m in queries]) # (queries, C)
         self.dQ = torch.zeros_like(self.Q)
         self.V, self.r, self.carry, self.readers = [], [], [], [] # per source: (R, C), (R, 1), gradient of the sum that it is in, [[group, a, b]]
@@ -208,14 +208,15 @@ class Group:
         s = torch.stack([v @ self.q[j] for v in V]).mul_(torch.stack(r).squeeze(-1)) # (S, R)
         top = s.amax(0) if self.top is None else torch.maximum(s.amax(0), self.top[:, j]) # (R)
         e = s.sub_(top).exp_() # (S, R)
-        Z, O, e = e.sum(0), torch.zeros_like(V[0]), e.unsqueeze(-1) # (R), (R, C), (S, R, 1)
+        Z, e = e.sum(0), e.unsqueeze(-1) # (R), (S, R, 1)
+        O = V[0] * e[0] # (R, C)
+        for v, e_ in zip(V[1:], e[1:]):
+            O.addcmul_(v, e_)
         if self.top is not None:
             scale = (self.top[:, j] - top).exp_() # (R)
             Z.addcmul_(self.Z[:, j], scale)
-            torch.mul(self.O[:, j], scale.unsqueeze(-1), out=O)
+            O.addcmul_(self.O[:, j], scale.unsqueeze(-1))
             self.O = None if j == len(self.q) - 1 else self.O
-        for i, v in enumerate(V):
-            O.addcmul_(v, e[i])
         self.lse[:, j] = top + Z.log()
         return O.div_(Z.unsqueeze(-1))
 
@@ -225,7 +226,11 @@ class Group:
         s = (V @ q.T).mul_(r) # (R, S, M)
         p = (s - self.lse[:, None, a:b]).exp_() # (R, S, M)
         ds = (V @ dO.mT).sub_(self.D[:, None, a:b]).mul_(p) # (R, S, M)
-        dV.baddbmm_(p, dO)
+        if V.size(1) > 1:
+            dV.baddbmm_(p, dO)
+        else: # bmm is slow for one row
+            for m in range(b - a):
+                dV[:, 0].addcmul_(dO[:, m], p[:, 0, m:m + 1])
         c.add_(s.mul_(ds).sum(-1, keepdim=True))
         ds = ds.mul_(r).flatten(0, 1) # (R S, M)
         dV.flatten(0, 1).addmm_(ds, q)
@@ -318,14 +323,15 @@ class Mix(torch.autograd.Function):
                 O, h, g.lse = chip_mix(V, g.q[0], gain, led.eps, eps)
             else:
                 O = g.mix(j, V, [led.r[i] for i in ids]) # (R, C)
-                h = O if gain is None else (O * rstd(O, eps)).mul_(gain) # (R, C)
+                r = None if gain is None else rstd(O, eps) # (R, 1)
+                h = O if gain is None else (O * r).mul_(gain) # (R, C)
         ctx.led, ctx.g, ctx.j, ctx.eps = led, g, j, eps
-        ctx.save_for_backward(O, gain)
+        ctx.save_for_backward(O, None if led.chip else r, gain)
         return h.to(x.dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx, dh):
-        (O, gain), g, j, dgain = ctx.saved_tensors, ctx.g, ctx.j, None
+        (O, r, gain), g, j, dgain = ctx.saved_tensors, ctx.g, ctx.j, None
         used_up(ctx.led)
         dh = dh.reshape(O.shape) # (R, C)
         with torch.autocast(O.device.type, enabled=False):
@@ -339,11 +345,10 @@ class Mix(torch.autograd.Function):
             if gain is None:
                 dO.copy_(dh)
             else: # dO = r (gain dh - r^2 O <gain dh, O> / C)
-                r = rstd(O, ctx.eps) # (R, 1)
-                dgain = (r.T @ (dh * O)).squeeze(0) # (C)
-                dh = dh * gain # (R, C)
-                torch.mul(dh, r, out=dO)
-                dO.addcmul_(O, rowdot(dh, O).mul_(r**3), value=-1 / O.size(-1))
+                u = dh * O # (R, C)
+                dgain = (r.T @ u).squeeze(0) # (C)
+                torch.mul(dh, gain, out=dO)
+                dO.mul_(r).addcmul_(O, (u @ gain).unsqueeze(-1).mul_(r**3), value=-1 / O.size(-1))
             g.D[:, j:j + 1] = rowdot(dO, O)
         return None, None, None, None, dgain, None
 
