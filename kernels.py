@@ -110,7 +110,8 @@ def stream_fwd_kernel(
     base = tl.load(base_ptr + i[:, None] * J + j[None, :], mask=nj, other=0.0)
     extra = tl.load(extra_ptr + j, mask=j < J, other=0.0)
     gain = tl.load(gain_ptr + c, mask=c < C, other=0.0)
-    for row in range(tl.program_id(0).to(tl.int64), R, tl.num_programs(0)):
+    for token in range(tl.program_id(0), R, tl.num_programs(0)):
+        row = tl.cast(token, tl.int64)
         y = tl.load(y_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
         new = tl.load(write_ptr + row * N + i, mask=i < N, other=0.0)[:, None] * y[None, :] # (N, C)
         for k in tl.static_range(N):
@@ -151,7 +152,8 @@ def stream_bwd_kernel(
     for k in tl.static_range(J):
         dw = dw + (tl.zeros((BLOCK_C,), tl.float32),)
     dbase, dextra = tl.zeros((BLOCK_N, BLOCK_J), tl.float32), tl.zeros((BLOCK_J,), tl.float32)
-    for row in range(pid, R, tl.num_programs(0)):
+    for token in range(tl.program_id(0), R, tl.num_programs(0)):
+        row = tl.cast(token, tl.int64)
         y = tl.load(y_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
         new, x = tl.load(write_ptr + row * N + i, mask=i < N, other=0.0)[:, None] * y[None, :], () # (N, C)
         for k in tl.static_range(N):
@@ -183,8 +185,8 @@ def stream_bwd_kernel(
         old, dw = dw, ()
         for k in tl.static_range(J): # first all that reads X', then g takes its registers
             dw = dw + (old[k] + tl.sum(tl.sum(tl.where((j == k)[None, :], p, 0.0), axis=1)[:, None] * new, axis=0),) # (C)
-        g = read[:, None] * ds[None, :] - (r * r * tl.sum(dz * z, axis=1) / C)[:, None] * new
-        g += tl.load(dnew_ptr + row * N * C + i[:, None] * C + c[None, :], mask=nc, other=0.0).to(tl.float32)
+        g = tl.load(dnew_ptr + row * N * C + i[:, None] * C + c[None, :], mask=nc, other=0.0).to(tl.float32)
+        g += read[:, None] * ds[None, :] - (r * r * tl.sum(dz * z, axis=1) / C)[:, None] * new
         for k in tl.static_range(J):
             w = tl.load(w_ptr + k * C + c, mask=c < C, other=0.0) # (C) from cache: there are no registers to keep it in
             g += tl.sum(tl.where((j == k)[None, :], p, 0.0), axis=1)[:, None] * w[None, :]
@@ -211,7 +213,9 @@ def mhc_write_kernel(
     new_ptr, z_ptr, r_ptr, # (R, N, C), (R, M), (R)
     R, eps, C: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    row, m = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_M)
+    first, row, m = tl.program_id(0).to(tl.int64) * BLOCK_R, tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_M)
+    x_ptr, y_ptr, mix_ptr, write_ptr, new_ptr = x_ptr + first * N * C, y_ptr + first * C, mix_ptr + first * N * N, write_ptr + first * N, new_ptr + first * N * C
+    z_ptr, r_ptr, R = z_ptr + first * M, r_ptr + first, R - first
     z, ss = tl.zeros((BLOCK_R, BLOCK_M), tl.float32), tl.zeros((BLOCK_R,), tl.float32)
     for start in range(0, C, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
@@ -301,7 +305,8 @@ def mhc_read_kernel(
 ):
     pid, i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
     gain, dgain = tl.load(gain_ptr + c, mask=c < C, other=0.0), tl.zeros((BLOCK_C,), tl.float32)
-    for row in range(pid, R, tl.num_programs(0)):
+    for token in range(tl.program_id(0), R, tl.num_programs(0)):
+        row = tl.cast(token, tl.int64)
         new = tl.load(new_ptr + row * N * C + i[:, None] * C + c[None, :], mask=(i < N)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
         s = tl.sum(tl.load(read_ptr + row * N + i, mask=i < N, other=0.0)[:, None] * new, axis=0) # (C)
         if BACKWARD: # ds = rs u - a s with u = dh gain, a = rs^3 mean(u s)
@@ -332,41 +337,41 @@ def mhc_write_bwd_kernel(
     for o in tl.static_range(N):
         dphi = dphi + (tl.zeros((BLOCK_M, BLOCK_C), tl.float32),)
     for block in range(split, tl.cdiv(R, BLOCK_R), tl.num_programs(1)):
-        row = block * BLOCK_R + tl.arange(0, BLOCK_R)
-        rc, rm = (row < R)[:, None] & (c < C)[None, :], (row < R)[:, None] & (m < M)[None, :]
-        y = tl.load(y_ptr + row[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32)
+        first, row = block * BLOCK_R, tl.arange(0, BLOCK_R)
+        here = row < R - first
+        rc, rm = here[:, None] & (c < C)[None, :], here[:, None] & (m < M)[None, :]
+        y = tl.load(y_ptr + first * C + row[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32)
         x, dx, new, s = (), (), (), tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
         for k in tl.static_range(N):
-            x = x + (tl.load(x_ptr + (row * N + k)[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32),)
+            x = x + (tl.load(x_ptr + first * N * C + (row * N + k)[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32),)
             dx = dx + (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),)
+        p, old, dphi = tl.load(p_ptr + first * M + row[:, None] * M + m[None, :], mask=rm, other=0.0), dphi, () # (R, M)
         for o in tl.static_range(N):
-            new_o = tl.load(write_ptr + row * N + o, mask=row < R, other=0.0)[:, None] * y
+            new_o = tl.load(write_ptr + first * N + row * N + o, mask=here, other=0.0)[:, None] * y
             for k in tl.static_range(N):
-                new_o += tl.load(mix_ptr + (row * N + o) * N + k, mask=row < R, other=0.0)[:, None] * x[k]
+                new_o += tl.load(mix_ptr + first * N * N + (row * N + o) * N + k, mask=here, other=0.0)[:, None] * x[k]
             new = new + (new_o.to(x_ptr.dtype.element_ty).to(tl.float32),)
-            s += tl.load(read_ptr + row * N + o, mask=row < R, other=0.0)[:, None] * new[o]
-        dh = tl.load(dh_ptr + row[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32)
-        ds = tl.load(rs_ptr + row, mask=row < R, other=0.0)[:, None] * dh * gain[None, :] - tl.load(a_ptr + row, mask=row < R, other=0.0)[:, None] * s
-        p, t, dy = tl.load(p_ptr + row[:, None] * M + m[None, :], mask=rm, other=0.0), tl.load(t_ptr + row, mask=row < R, other=0.0), tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-        old, dphi, old_dx = dphi, (), dx
+            dphi = dphi + (tl.dot(tl.trans(p), new[o], old[o], input_precision="tf32"),)
+            s += tl.load(read_ptr + first * N + row * N + o, mask=here, other=0.0)[:, None] * new[o]
+        dh = tl.load(dh_ptr + first * C + row[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32)
+        ds = tl.load(rs_ptr + first + row, mask=here, other=0.0)[:, None] * dh * gain[None, :] - tl.load(a_ptr + first + row, mask=here, other=0.0)[:, None] * s
+        t, dy = tl.load(t_ptr + first + row, mask=here, other=0.0), tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
         for o in tl.static_range(N):
             # z = (v @ Phi.T) r over all streams: dX' = (r dz) @ Phi - X' r^2 mean(dz z)
-            g = tl.load(dnew_ptr + (row * N + o)[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32) - t[:, None] * new[o]
-            g += tl.load(read_ptr + row * N + o, mask=row < R, other=0.0)[:, None] * ds
+            g = tl.load(dnew_ptr + first * N * C + (row * N + o)[:, None] * C + c[None, :], mask=rc, other=0.0).to(tl.float32) - t[:, None] * new[o]
+            g += tl.load(read_ptr + first * N + row * N + o, mask=here, other=0.0)[:, None] * ds
             phi = tl.load(phi_ptr + m[:, None] * N * C + o * C + c[None, :], mask=mc, other=0.0) # (M, C)
-            g = tl.dot(p, phi, g, input_precision="tf32x3") # (R, C)
-            dphi = dphi + (tl.dot(tl.trans(p), new[o], old[o], input_precision="tf32x3"),)
+            g = tl.dot(p, phi, g, input_precision="tf32") # (R, C)
             # X' = mix @ X + write y
-            part, dx = dpart_ptr + ((chunk * R + row) * N + o) * (N + 1), ()
+            part, old_dx, dx = dpart_ptr + (chunk * R + first) * N * (N + 1) + (row * N + o) * (N + 1), dx, ()
             for k in tl.static_range(N):
-                tl.store(part + k, tl.sum(g * x[k], axis=1), mask=row < R)
-                dx = dx + (old_dx[k] + tl.load(mix_ptr + (row * N + o) * N + k, mask=row < R, other=0.0)[:, None] * g,)
-            old_dx = dx
-            tl.store(part + N, tl.sum(g * y, axis=1), mask=row < R)
-            dy += tl.load(write_ptr + row * N + o, mask=row < R, other=0.0)[:, None] * g
+                tl.store(part + k, tl.sum(g * x[k], axis=1), mask=here)
+                dx = dx + (old_dx[k] + tl.load(mix_ptr + first * N * N + (row * N + o) * N + k, mask=here, other=0.0)[:, None] * g,)
+            tl.store(part + N, tl.sum(g * y, axis=1), mask=here)
+            dy += tl.load(write_ptr + first * N + row * N + o, mask=here, other=0.0)[:, None] * g
         for k in tl.static_range(N):
-            tl.store(dx_ptr + (row * N + k)[:, None] * C + c[None, :], dx[k].to(dx_ptr.dtype.element_ty), mask=rc)
-        tl.store(dy_ptr + row[:, None] * C + c[None, :], dy.to(dy_ptr.dtype.element_ty), mask=rc)
+            tl.store(dx_ptr + first * N * C + (row * N + k)[:, None] * C + c[None, :], dx[k].to(dx_ptr.dtype.element_ty), mask=rc)
+        tl.store(dy_ptr + first * C + row[:, None] * C + c[None, :], dy.to(dy_ptr.dtype.element_ty), mask=rc)
     for o in tl.static_range(N):
         tl.store(dphi_ptr + (split * M + m)[:, None] * N * C + o * C + c[None, :], dphi[o], mask=mc)
 
@@ -405,14 +410,14 @@ def mhc_forward(op, X, y, mix, write, W, gain, b, alpha):
     R, N, C, M = *X.shape, len(W)
     new, h, z, r, rs = torch.empty_like(X), torch.empty_like(y, dtype=X.dtype), mix.new_empty(R, M), mix.new_empty(R), mix.new_empty(R)
     read, new_mix, new_write = torch.empty_like(write), torch.empty_like(mix), torch.empty_like(write)
-    mhc_write_kernel[(triton.cdiv(R, 32),)](X, y, mix, write, W, new, z, r, R, op.eps, C=C, N=N, M=M, BLOCK_R=32, BLOCK_M=power(M, 16), BLOCK_C=64, num_warps=8)
+    mhc_write_kernel[(triton.cdiv(R, 16),)](X, y, mix, write, W, new, z, r, R, op.eps, C=C, N=N, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=32, num_warps=4)
     mhc_coefficients_kernel[(triton.cdiv(R, 16),)](z, b, alpha, op.P, read, new_mix, new_write, z, R, BACKWARD=False, **mhc_sizes(op, X, W))
     mhc_read_kernel[(programs(X),)](new, read, gain, h, rs, h, read, rs, rs, R, op.norm_eps, C=C, N=N, BACKWARD=False, BLOCK_N=power(N), BLOCK_C=power(C), num_warps=warps(X))
     return (h, new, new_mix, new_write), (z, r, rs, read, new)
 
 def mhc_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, dnew_mix, dnew_write):
     (b, alpha), (z, r, rs, read, new), P, R, N, C, M = small, saved, programs(X), *X.shape, len(W)
-    chunks, splits = triton.cdiv(C, 128), max(1, P // 2 // triton.cdiv(C, 128))
+    chunks, splits = triton.cdiv(C, 64), max(1, P // triton.cdiv(C, 64))
     dread, a, dgain, dlogit, dh = torch.empty_like(read), mix.new_empty(R), mix.new_empty(P, C), torch.empty_like(z), dh.contiguous()
     mhc_read_kernel[(P,)](new, read, gain, dh, rs, dh, dread, a, dgain, R, op.norm_eps, C=C, N=N, BACKWARD=True, BLOCK_N=power(N), BLOCK_C=power(C), num_warps=warps(X))
     mhc_coefficients_kernel[(triton.cdiv(R, 16),)](z, b, alpha, op.P, dread, dnew_mix.contiguous(), dnew_write.contiguous(), dlogit, R, BACKWARD=True, **mhc_sizes(op, X, W))
@@ -420,7 +425,7 @@ def mhc_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, dnew_mix
     dz = dlogit * alpha[part] # (R, M)
     dX, dy, dpart, dW = torch.empty_like(X), torch.empty_like(y), mix.new_empty(chunks, R, N, N + 1), mix.new_empty(splits, M, N * C)
     mhc_write_bwd_kernel[(chunks, splits)](X, y, mix, write, W, gain, read, rs, a, dz * r.unsqueeze(1), r.square() * (dz * z).sum(1) / (N * C), dh, dnew.contiguous(),
-                                           dX, dy, dpart, dW, R, C=C, N=N, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=128, num_warps=8)
+                                           dX, dy, dpart, dW, R, C=C, N=N, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=64, num_warps=8, num_stages=2)
     dmix, dwrite = dpart.sum(0).split((N, 1), dim=-1) # (R, N, N), (R, N, 1)
     return dX, dy, dmix, dwrite.squeeze(-1), dW.sum(0), dgain.sum(0), dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z).sum(0))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton.language as tl
 
-import kernels_streams as kernels
+import kernels
 import train
 
 torch.set_num_threads(1) # tiny tensors: a second thread only waits
