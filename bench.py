@@ -4,7 +4,7 @@ What does an architecture cost? Step time beside Pre-LN in the same run, memory,
     python bench.py                             # every architecture, plain and fused: forward and backward of the stack of blocks
     python bench.py hc attnres --n_layer 32 --n_embd 128 --rounds 11
     python bench.py preln --train               # training steps: embedding, head, loss, clipping and optimizer too
-    python bench.py --report                    # kernels.py compiled ahead of time for sm_80 and sm_90, and the bytes that it moves; needs no GPU
+    python bench.py --report                    # kernels.py compiled ahead of time for sm_80 and sm_90; needs no GPU
 
 Every arm runs between two runs of plain Pre-LN, in turn; its time is divided by the mean of the two. Printed: median [quartiles].
 Peak memory is what a step takes beside weights and input, in a process of its own.
@@ -131,22 +131,7 @@ def peak_bytes(name, arm, args):
     step()
     return (torch.cuda.max_memory_allocated() if cuda else memory("VmHWM")) - rest
 
-# -----------------------------------------------------------------------------
-# Bandwidth: of a copy of 1 GiB, and of every fused op by the times of its kernels in one step
-
-def bandwidth(arms, args):
-    import kernels
-    from torch.profiler import ProfilerActivity, profile
-    x, y = torch.zeros(2, 2**28, device="cuda")
-    copy = 2 * x.nbytes / statistics.median(seconds(lambda: y.copy_(x), "cuda") for _ in range(20))
-    print(f"\ncopy: {copy / 1e9:.0f} GB/s\n\n| model | op | MB moved | us | GB/s | of copy |\n|---|---|---|---|---|---|")
-    for (name, arm), (_, step, _) in arms.items():
-        if arm == "fused":
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as p:
-                seconds(step, "cuda")
-            for op, (prefix, moved, _) in kernels.traffic(name, args.n_layer).items():
-                us, size = sum(e.self_device_time_total for e in p.key_averages() if e.key.startswith(prefix)), moved * args.tokens * args.vector
-                print(f"| {name} | {op} | {size / 1e6:.1f} | {us:.0f} | " + (f"{size / us / 1e3:.0f} | {size / us * 1e6 / copy:.0%} |" if us else "| no such kernel ran |"))
+# What the compiler says of the kernels
 
 def report(args):
     # what can be said without a device
@@ -168,10 +153,6 @@ def report(args):
             regs, stack, local = (int(re.search(rf"{k}:(\d+)", used)[1]) for k in ("REG", "STACK", "LOCAL"))
             print(f"| {name} | {d} | {sm} | {regs} | {done.metadata.shared} | {stack + local} |", flush=True)
             spilled |= stack + local > 0
-    print(f"\n{args.n_layer} blocks of width {args.n_embd}, {args.dtype}\n\n| model | op | bytes/token moved | limit | ratio |\n|---|---|---|---|---|")
-    for name in args.models:
-        for op, (_, moved, limit) in kernels.traffic(name, args.n_layer).items():
-            print(f"| {name} | {op} | {moved * args.vector:,.0f} | {limit * args.vector:,.0f} | {moved / limit:.2f} |")
     return int(spilled)
 
 def table(args):
@@ -187,8 +168,6 @@ def table(args):
         low, mid, high = statistics.quantiles(ratios, n=4, method="inclusive")
         print(f"| {name} | {arm} | {mid:.3f} [{low:.3f} {high:.3f}] | {ms:.1f} | {args.tokens / ms * 1e3:,.0f} | {flops / arms[PRELN][2]:.3f} | {peak / 1e6:,.0f} | "
               f"{saved_bytes(forward) / args.tokens / 2 / args.n_layer:,.0f} |", flush=True)
-    if args.device == "cuda" and any(arm == "fused" for _, arm in arms):
-        bandwidth(arms, args)
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1109,3 +1109,30 @@ def fuse(module, say=print):
         for owner, name, function in old:
             setattr(owner, name, function)
     return undo
+
+# -----------------------------------------------------------------------------
+# The kernels as a GPU would get them, for the compiler alone: bench.py --report
+
+def ahead_of_time(C, n=4, D=64):
+    # (name, kernel, signature, constexprs, num_warps) of every kernel for bf16 activations, width C, n streams, heads of D
+    bf16 = {f"{k}_ptr" for k in "x y y_seq new h dh dnew dx dy v more dv dO".split()}
+    scalar = dict(table="*i64", eps="fp32", norm_eps="fp32", scale="fp32")
+    def entry(name, kernel, num_warps=4, more=(), **constants):
+        types = {a: "constexpr" if a in constants else scalar.get(a, "*bf16" if a in bf16 or a in more else "*fp32" if a.endswith("_ptr") else "i32") for a in kernel.arg_names}
+        return name, kernel, types, constants, num_warps
+    X, N, M = torch.empty(1, n, C, dtype=torch.bfloat16, device="meta"), power(n), n * n + 2 * n
+    for kind, J in (("hc", n + 2), ("mgr", 2), ("mgr_independent", 2)):
+        sizes = dict(C=C, N=n, J=J, KIND=kind, BLOCK_N=N, BLOCK_J=power(J), BLOCK_C=power(C), num_warps=warps(X))
+        yield entry(f"{kind}_fwd", stream_fwd_kernel, **sizes)
+        yield entry(f"{kind}_bwd", stream_bwd_kernel, **sizes)
+    yield entry("mhc_write", mhc_write_kernel, C=C, N=n, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=32)
+    yield entry("mhc_write_bwd", mhc_write_bwd_kernel, C=C, N=n, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=128, num_warps=8)
+    for back in (False, True):
+        tail = "_bwd" * back
+        yield entry("mhc_coefficients" + tail, mhc_coefficients_kernel, N=n, M=M, ITERS=20, BACKWARD=back, BLOCK_R=16, BLOCK_N=N, BLOCK_M=1)
+        yield entry("mhc_read" + tail, mhc_read_kernel, C=C, N=n, BACKWARD=back, BLOCK_N=N, BLOCK_C=power(C), num_warps=warps(X))
+    for kernel, flag in ((attnres_fwd_kernel, "NORM"), (attnres_norm_bwd_kernel, "NORM"), (attnres_pull_kernel, "MORE")):
+        yield entry(kernel.fn.__name__, kernel, **blocks(X[0]), **{flag: True})
+    yield entry("attnres_dq_kernel", attnres_dq_kernel, BLOCK_M=16, BLOCK_R=32, BLOCK_C=64)
+    for kernel in (moda_fwd_kernel, moda_bwd_kernel):
+        yield entry(kernel.fn.__name__, kernel, more=("q_ptr", "dq_ptr"), D=D, **moda_blocks(1, D))

@@ -109,7 +109,7 @@ def find_models():
     for path in sorted(HERE.glob("model_*.py")):
         try:
             body = ast.parse(path.read_text(encoding="utf-8")).body
-            variants = next(ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign) and n.targets[0].id == "VARIANTS")
+            variants = next(ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "VARIANTS")
             pairs = list(variants.items())
         except Exception as e:
             print(f"note: {path.name}: no VARIANTS could be read ({type(e).__name__}), left out", file=sys.stderr)
