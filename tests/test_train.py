@@ -149,7 +149,7 @@ def test_spellings():
     assert (cfg.learning_rate, cfg.steps, cfg.n_layer, cfg.min_lr_frac, cfg.out_dir, cfg.seed) == (1.0, 1000, 4, 0.001, "a=b/run 1", 2**40)
     assert type(cfg.learning_rate) is float and type(cfg.steps) is int and type(cfg.n_layer) is int and "steps" in given and "dtype" not in given
     cfg, _ = train.parse(["--preset", "nano", "--tokens", "81920"]) # the command line beats the preset
-    assert (cfg.tokens, cfg.steps, cfg.n_embd) == (81920, -1, 128)
+    assert (cfg.tokens, cfg.steps, cfg.n_embd) == (81920, -1, 64)
     rates = {n: train.parse(["--model", n])[0].learning_rate for n in NAMES}
     assert all(rates[n] == v for n, v in dict(preln=2e-3, lns=1e-2, deepnorm=1e-3, hc=2e-3, mhc=2e-3, keel=2e-3).items()) # Table 4
     assert train.parse(["--model", "lns", "--learning_rate", "3e-4"])[0].learning_rate == 3e-4
