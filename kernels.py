@@ -64,6 +64,10 @@ def mgr_coefficients(z, base, c_0, competitive): # z (R, N, 2), columns: read, g
 # HC and MGR, where W is small: one token at a time, everything about it in registers
 
 @jit
+def columns(BLOCK_C: tl.constexpr): # loads of one element per thread: wide ones change the layout of every vector, through shared memory
+    return tl.max_contiguous(tl.arange(0, BLOCK_C), 1)
+
+@jit
 def stream_coefficients(z, base, extra, i, j, N: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr):
     # z (N, J) -> v (N, J), columns 0: read, 1 .. N: what a stream gives to each stream (HC), J-1: write; zero where padded
     if KIND == "hc":
@@ -104,7 +108,7 @@ def stream_fwd_kernel(
     R, eps, norm_eps,
     C: tl.constexpr, N: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    i, j, c = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_C)
+    i, j, c = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J), columns(BLOCK_C)
     nc, nj = (i < N)[:, None] & (c < C)[None, :], (i < N)[:, None] & (j < J)[None, :]
     w = tl.load(w_ptr + j[:, None] * C + c[None, :], mask=(j < J)[:, None] & (c < C)[None, :], other=0.0) # (J, C)
     base = tl.load(base_ptr + i[:, None] * J + j[None, :], mask=nj, other=0.0)
@@ -144,7 +148,7 @@ def stream_bwd_kernel(
     C: tl.constexpr, N: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
-    i, j, c = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_C)
+    i, j, c = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J), columns(BLOCK_C)
     nc, nj = (i < N)[:, None] & (c < C)[None, :], (i < N)[:, None] & (j < J)[None, :]
     base = tl.load(base_ptr + i[:, None] * J + j[None, :], mask=nj, other=0.0)
     extra = tl.load(extra_ptr + j, mask=j < J, other=0.0)
@@ -185,8 +189,7 @@ def stream_bwd_kernel(
         old, dw = dw, ()
         for k in tl.static_range(J): # first all that reads X', then g takes its registers
             dw = dw + (old[k] + tl.sum(tl.sum(tl.where((j == k)[None, :], p, 0.0), axis=1)[:, None] * new, axis=0),) # (C)
-        g = tl.load(dnew_ptr + row * N * C + i[:, None] * C + c[None, :], mask=nc, other=0.0).to(tl.float32)
-        g += read[:, None] * ds[None, :] - (r * r * tl.sum(dz * z, axis=1) / C)[:, None] * new
+        g = tl.load(dnew_ptr + row * N * C + i[:, None] * C + c[None, :], mask=nc, other=0.0).to(tl.float32) + read[:, None] * ds[None, :] - (r * r * tl.sum(dz * z, axis=1) / C)[:, None] * new
         for k in tl.static_range(J):
             w = tl.load(w_ptr + k * C + c, mask=c < C, other=0.0) # (C) from cache: there are no registers to keep it in
             g += tl.sum(tl.where((j == k)[None, :], p, 0.0), axis=1)[:, None] * w[None, :]
@@ -218,7 +221,7 @@ def mhc_write_kernel(
     z_ptr, r_ptr, R = z_ptr + first * M, r_ptr + first, R - first
     z, ss = tl.zeros((BLOCK_R, BLOCK_M), tl.float32), tl.zeros((BLOCK_R,), tl.float32)
     for start in range(0, C, BLOCK_C):
-        c = start + tl.arange(0, BLOCK_C)
+        c = start + columns(BLOCK_C)
         mask = (row < R)[:, None] & (c < C)[None, :]
         y = tl.load(y_ptr + row[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
         x = ()
@@ -303,7 +306,7 @@ def mhc_read_kernel(
     dh_ptr, dread_ptr, a_ptr, dgain_ptr, # (R, C), (R, N), (R), (programs, C), of the backward pass
     R, norm_eps, C: tl.constexpr, N: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    pid, i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
+    pid, i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N), columns(BLOCK_C)
     gain, dgain = tl.load(gain_ptr + c, mask=c < C, other=0.0), tl.zeros((BLOCK_C,), tl.float32)
     for token in range(tl.program_id(0), R, tl.num_programs(0)):
         row = tl.cast(token, tl.int64)
@@ -332,7 +335,7 @@ def mhc_write_bwd_kernel(
 ):
     # a program has one chunk of the columns, for all of which it keeps dPhi, and every so many blocks of tokens
     chunk, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    c, m = chunk * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
+    c, m = chunk * BLOCK_C + columns(BLOCK_C), tl.arange(0, BLOCK_M)
     gain, mc, dphi = tl.load(gain_ptr + c, mask=c < C, other=0.0), (m < M)[:, None] & (c < C)[None, :], ()
     for o in tl.static_range(N):
         dphi = dphi + (tl.zeros((BLOCK_M, BLOCK_C), tl.float32),)
@@ -425,7 +428,7 @@ def mhc_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, dnew_mix
     dz = dlogit * alpha[part] # (R, M)
     dX, dy, dpart, dW = torch.empty_like(X), torch.empty_like(y), mix.new_empty(chunks, R, N, N + 1), mix.new_empty(splits, M, N * C)
     mhc_write_bwd_kernel[(chunks, splits)](X, y, mix, write, W, gain, read, rs, a, dz * r.unsqueeze(1), r.square() * (dz * z).sum(1) / (N * C), dh, dnew.contiguous(),
-                                           dX, dy, dpart, dW, R, C=C, N=N, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=64, num_warps=8, num_stages=2)
+                                           dX, dy, dpart, dW, R, C=C, N=N, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=64, num_warps=8)
     dmix, dwrite = dpart.sum(0).split((N, 1), dim=-1) # (R, N, N), (R, N, 1)
     return dX, dy, dmix, dwrite.squeeze(-1), dW.sum(0), dgain.sum(0), dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z).sum(0))
 
@@ -1126,7 +1129,7 @@ def ahead_of_time(C, n=4, D=64):
         yield entry(f"{kind}_fwd", stream_fwd_kernel, **sizes)
         yield entry(f"{kind}_bwd", stream_bwd_kernel, **sizes)
     yield entry("mhc_write", mhc_write_kernel, C=C, N=n, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=32)
-    yield entry("mhc_write_bwd", mhc_write_bwd_kernel, C=C, N=n, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=128, num_warps=8)
+    yield entry("mhc_write_bwd", mhc_write_bwd_kernel, C=C, N=n, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=64, num_warps=8)
     for back in (False, True):
         tail = "_bwd" * back
         yield entry("mhc_coefficients" + tail, mhc_coefficients_kernel, N=n, M=M, ITERS=20, BACKWARD=back, BLOCK_R=16, BLOCK_N=N, BLOCK_M=1)
