@@ -15,6 +15,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import io
 import json
 import math
 import os
@@ -25,16 +26,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-
-try:
-    import fcntl # of Unix only
-except ImportError:
-    fcntl = None
 
 import numpy as np
 import torch
@@ -42,9 +36,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+try:
+    import fcntl
+    import resource
+except ImportError: # of Unix only
+    fcntl = resource = None
+
 HERE = Path(__file__).resolve().parent
 
-@dataclass
+@dataclasses.dataclass
 class TrainConfig:
     # run
     model: str = "preln" # architecture, one of the names at the end of this help
@@ -109,12 +109,11 @@ def find_models():
     for path in sorted(HERE.glob("model_*.py")):
         try:
             body = ast.parse(path.read_text(encoding="utf-8")).body
-            variants = next(ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "VARIANTS")
-            pairs = list(variants.items())
+            variants = dict(next(ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "VARIANTS"))
         except Exception as e:
             print(f"note: {path.name}: no VARIANTS could be read ({type(e).__name__}), left out", file=sys.stderr)
             continue
-        for name, overrides in pairs:
+        for name, overrides in variants.items():
             if name in found:
                 fail(f"--model: {name} is in {found[name][0].name} and in {path.name}; rename one of the two")
             found[name] = (path, overrides)
@@ -132,133 +131,122 @@ def load_module(path):
             fail(f"{path.name}: {type(e).__name__}: {e}")
     return sys.modules[path.stem]
 
+def config_fields(name):
+    # {field: dataclasses.Field} of the GPTConfig of a command-line name
+    return load_module(find_models()[name][0]).GPTConfig.__dataclass_fields__
+
 def build(name, **fields):
     # GPT of a command-line name; fields of its GPTConfig given here win over those in VARIANTS
     path, overrides = find_models()[name]
     module = load_module(path)
-    own = {k: v for k, v in overrides.items() if k in module.GPTConfig.__dataclass_fields__}
+    own = {k: v for k, v in overrides.items() if k in config_fields(name)}
     return module.GPT(module.GPTConfig(**{**own, **fields}))
+
+def build_run(config):
+    # GPT of a run's config, whatever else that holds
+    return build(config["model"], **{k: v for k, v in config.items() if k in config_fields(config["model"])})
 
 # -----------------------------------------------------------------------------
 # Flags: TrainConfig plus the fields of the chosen model's GPTConfig
 
-def print_help(module, defaults, models):
+def print_help(name, defaults):
     print(__doc__)
-    for title, cls in (("", TrainConfig), (f"model {defaults['model']}\n", module.GPTConfig)):
+    for title, cls in (("", TrainConfig), (f"model {name}\n", load_module(find_models()[name][0]).GPTConfig)):
         print(title, end="")
-        for group, name, comment in re.findall(r"^    (?:# (.*)|(\w+): \w+ = [^#\n]*# (.*))$", inspect.getsource(cls), re.M):
-            print(group if group else f"  --{name:<20}{comment} [{defaults[name]}]")
-    print("models\n  " + " ".join(models))
+        for group, field, comment in re.findall(r"^    (?:# (.*)|(\w+): \w+ = [^#\n]*# (.*))$", inspect.getsource(cls), re.M):
+            print(group if group else f"  --{field:<20}{comment} [{defaults[field]}]")
+    print("models\n  " + " ".join(find_models()))
 
 def convert(name, text, kind):
+    # the value of one flag; text is None where it was given without one; whole numbers may be written 1e3 or 4.0
+    if text is None:
+        text = "true" if kind is bool else "run" if name == "dry_run" else fail(f"--{name}: needs a value", 2)
     try:
         if kind is bool:
-            return {None: True, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text and text.lower()]
-        if text is None:
-            fail(f"--{name}: needs a value", 2)
-        if kind is int:
-            value = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-            if value != int(value):
-                raise ValueError
-            return int(value)
-        if kind is float and not math.isfinite(float(text)):
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        if kind is int and re.fullmatch(r"[+-]?\d+", text):
+            return int(text)
+        if kind is not str and (not math.isfinite(float(text)) or kind(float(text)) != float(text)):
             raise ValueError
-        return kind(text)
-    except (ValueError, KeyError, OverflowError):
+        return text if kind is str else kind(float(text))
+    except (ValueError, KeyError):
         fail(f"--{name}: {text!r} is not {dict(bool='true or false', int='a whole number', float='a finite number')[kind.__name__]}", 2)
 
 def parse(argv):
     # flags as typed -> cfg (every TrainConfig and GPTConfig field, by name) and the set of names that were typed
-    pairs, args = [], list(argv)
+    models, typed, wants_help = find_models(), {}, {"-h", "--help"}.intersection(argv)
+    args = [a for a in argv if a not in wants_help]
     while args:
-        name, equals, text = args.pop(0).partition("=")
-        if name in ("-h", "--help"):
-            pairs.append(("help", None))
-        elif not name.startswith("--"):
-            fail(f"{name}: not a flag; write --name value", 2)
-        elif not equals and (not args or args[0].startswith("--")):
-            pairs.append((name[2:], "run" if name == "--dry_run" else None))
-        else:
-            pairs.append((name[2:], text if equals else args.pop(0)))
-    typed, models = dict(pairs), find_models()
-    for key in ("model", "preset"):
-        if key in typed:
-            convert(key, typed[key], str)
-    if typed.get("preset", "") not in ("", *PRESETS):
-        fail(f"--preset: {typed['preset']} is not one of {', '.join(PRESETS)}")
-    name = typed.get("model", TrainConfig.model)
-    if name not in models:
-        near = difflib.get_close_matches(str(name), models, 1)
-        fail(f"--model: {name} is not one of {', '.join(models)}" + (f"; did you mean {near[0]}?" if near else ""))
-    module = load_module(models[name][0])
-    fields = {f.name: f for cls in (TrainConfig, module.GPTConfig) for f in dataclasses.fields(cls)}
-    values = {**{f.name: f.default for f in fields.values()}, **models[name][1], **PRESETS.get(typed.get("preset"), {}), "model": name}
-    if "help" in typed:
-        print_help(module, values, models)
+        flag, equals, text = args.pop(0).partition("=")
+        if not flag.startswith("--"):
+            fail(f"{flag}: not a flag; write --name value", 2)
+        if not equals:
+            text = args.pop(0) if args and not args[0].startswith("--") else None
+        if flag.startswith("--no-") and text is None:
+            flag, text = f"--{flag[5:]}", "false"
+        if flag[2:] in typed:
+            fail(f"{flag}: given twice", 2)
+        typed[flag[2:]] = text
+    name, preset = (convert(key, typed.get(key, getattr(TrainConfig, key)), str) for key in ("model", "preset"))
+    for flag, value, known in (("model", name, models), ("preset", preset, ("", *PRESETS))):
+        if value not in known:
+            fail(f"--{flag}: {value} is not one of {', '.join(filter(None, known))}")
+    fields = {**TrainConfig.__dataclass_fields__, **config_fields(name)}
+    values = {**{k: f.default for k, f in fields.items()}, **models[name][1], **PRESETS.get(preset, {})}
+    if wants_help:
+        print_help(name, {**values, "model": name})
         raise SystemExit(0)
-    given = {}
-    for key, text in pairs:
-        no, key = key.startswith("no-"), key.removeprefix("no-")
-        if key not in fields or no and (fields[key].type is not bool or text is not None):
-            near = difflib.get_close_matches(key.replace("-", "_"), fields, 1)
-            owners = [m for m, (path, _) in models.items() if re.search(rf"^    {re.escape(key)}: \w+ = ", path.read_text(encoding="utf-8"), re.M)]
-            hint = f"--model {name} has no such field, {', '.join(owners)} has" if owners else f"did you mean --{near[0]}?" if near else "see --help"
-            fail(f"--{'no-' * no}{key}: unknown flag; {hint}", 2)
-        if key in given:
-            fail(f"--{key}: given twice", 2)
-        given[key] = convert(key, "false" if no else text, fields[key].type)
-    lengths = [k for k in ("tokens_per_param", "tokens", "steps") if k in given]
+    for key in [k for k in typed if k not in fields]:
+        near = difflib.get_close_matches(key.replace("-", "_"), fields, 1)
+        owners = [m for m, (path, _) in models.items() if f"\n    {key}: " in path.read_text(encoding="utf-8")]
+        hint = f"--model {name} has no such field, {', '.join(owners)} has" if owners else f"did you mean --{near[0]}?" if near else "see --help"
+        fail(f"--{key}: unknown flag; {hint}", 2)
+    lengths = [k for k in ("tokens_per_param", "tokens", "steps") if k in typed]
     if len(lengths) > 1:
         fail(f"--{lengths[1]}: excludes --{lengths[0]}; give one of the two", 2)
-    if lengths: # the command line beats the preset
-        values.update(tokens=0, steps=-1)
-    return SimpleNamespace(**{**values, **given}), set(given)
+    values.update(dict(tokens=0, steps=-1) if lengths else {}) # the command line beats the preset
+    return SimpleNamespace(**{**values, **{k: convert(k, text, fields[k].type) for k, text in typed.items()}}), set(typed)
 
 def check(cfg):
+    # ends the program on a value that no run could make sense of
     choices = dict(optimizer=("adamw", "muon"), device=("auto", "cpu", "cuda"), dtype=("auto", "float32", "bfloat16"), fused=("auto", "on", "off"),
                    ddp_backend=("auto", "nccl", "gloo"), dry_run=("", "run", "-"))
     for name, allowed in choices.items():
         if getattr(cfg, name) not in allowed:
-            fail(f"--{name}: {getattr(cfg, name)} is not one of {', '.join(filter(None, allowed))}" + (" (mps was never tried)" if name == "device" else ""))
-    for name in ("learning_rate", "weight_decay", "grad_clip", "muon_lr", "tokens", "eval_every", "save_every", "layer_stats_every", "seed"):
-        if getattr(cfg, name) < 0:
-            fail(f"--{name}: {getattr(cfg, name)} is negative")
-    for name in ("batch_tokens", "micro_batch", "eval_tokens", "log_every", "tokens_per_param", "eps"):
-        if getattr(cfg, name) <= 0:
-            fail(f"--{name}: {getattr(cfg, name)} is not positive")
-    for name in ("min_lr_frac", "warmup_frac", "beta1", "beta2"):
-        if not 0 <= getattr(cfg, name) <= 1 or name[:4] == "beta" and getattr(cfg, name) == 1:
-            fail(f"--{name}: {getattr(cfg, name)} is not between 0 and 1")
-    if cfg.steps < -1:
-        fail(f"--steps: {cfg.steps} is negative")
-    if cfg.seed >= 2**63:
-        fail(f"--seed: {cfg.seed} is not below 2**63")
-    if not cfg.out_dir:
-        fail("--out_dir: is empty")
-    if cfg.run_name and Path(cfg.run_name).name != cfg.run_name:
-        fail(f"--run_name: {cfg.run_name} is not the name of one directory")
+            fail(f"--{name}: {getattr(cfg, name)} is not one of {', '.join(filter(None, allowed))}")
+    ranges = [("is negative", lambda v: v >= 0, "learning_rate weight_decay grad_clip muon_lr tokens eval_every save_every layer_stats_every seed"),
+              ("is not positive", lambda v: v > 0, "batch_tokens micro_batch eval_tokens log_every tokens_per_param eps"),
+              ("is not between 0 and 1", lambda v: 0 <= v <= 1, "min_lr_frac warmup_frac"), ("is not in [0, 1)", lambda v: 0 <= v < 1, "beta1 beta2"),
+              ("is negative", lambda v: v >= -1, "steps"), ("is not below 2**63", lambda v: v < 2**63, "seed"),
+              ("is empty", bool, "out_dir"), ("is not the name of one directory", lambda v: Path(v).name == v, "run_name")]
+    for wrong, right, names in ranges:
+        for name in names.split():
+            if not right(getattr(cfg, name)):
+                fail(f"--{name}: {getattr(cfg, name)!r} {wrong}")
+    if cfg.wandb and not importlib.util.find_spec("wandb"):
+        fail("--wandb: the package wandb is not installed; pip install wandb")
 
 def settle(cfg, given, world_size=1):
     # fills in what the flags leave open; returns the model on the meta device. Ends the program on a value that makes no sense
     check(cfg)
-    cfg.device = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    cfg.dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cfg.device == "cuda" else "float32"
-    cfg.compile = cfg.device == "cuda" if cfg.compile is None else cfg.compile
-    cfg.ddp_backend = cfg.ddp_backend if cfg.ddp_backend != "auto" else "nccl" if cfg.device == "cuda" else "gloo"
-    if "cuda" in (cfg.device, cfg.ddp_backend.replace("nccl", "cuda")) and not (cfg.dry_run or torch.cuda.is_available()):
-        fail(f"--{'device: cuda' if cfg.device == 'cuda' else 'ddp_backend: nccl'} needs a CUDA device, and torch {torch.__version__} finds none")
+    found = torch.cuda.is_available()
+    cfg.device = cfg.device if cfg.device != "auto" else "cuda" if found else "cpu"
+    cuda = cfg.device == "cuda"
+    cfg.dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
+    cfg.compile = cuda if cfg.compile is None else cfg.compile
+    cfg.ddp_backend = cfg.ddp_backend if cfg.ddp_backend != "auto" else "nccl" if cuda else "gloo"
+    if (cuda or cfg.ddp_backend == "nccl") and not (cfg.dry_run or found):
+        fail(f"--{'device: cuda' if cuda else 'ddp_backend: nccl'} needs a CUDA device, and torch {torch.__version__} finds none")
     meta = read_meta(cfg.data)
     cfg.tokenizer = meta.get("tokenizer", "gpt2")
-    if "vocab_size" not in given and "vocab_size" in meta:
+    if "vocab_size" not in given and meta:
         cfg.vocab_size = -(-meta["vocab_size"] // 64) * 64
-    module = load_module(find_models()[cfg.model][0])
-    names = [f.name for f in dataclasses.fields(module.GPTConfig)]
     try:
         with torch.device("meta"), mock.patch("torch.nn.init.kaiming_uniform_"), mock.patch("torch.nn.init.trunc_normal_"): # nothing to draw
-            model = module.GPT(module.GPTConfig(**{k: getattr(cfg, k) for k in names}))
+            model = build_run(vars(cfg))
     except ValueError as e:
         fail(f"--{e}")
-    vars(cfg).update(dataclasses.asdict(model.config))
+    vars(cfg).update(vars(model.config))
     if cfg.batch_tokens % (cfg.block_size * world_size):
         fail(f"--batch_tokens: {cfg.batch_tokens} is not a multiple of block_size {cfg.block_size} x {world_size} process{'es' * (world_size > 1)}")
     per_rank = cfg.batch_tokens // cfg.block_size // world_size
@@ -291,15 +279,10 @@ HEADERS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")} # (ma
 def read_meta(data):
     # meta.json of a data directory, {} where there is none
     path = Path(data) / "meta.json"
-    if not path.is_file():
-        return {}
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(meta, dict) and isinstance(meta["vocab_size"], int) and meta["vocab_size"] > 0 and isinstance(meta["tokenizer"], str) and isinstance(meta.get("tokens", {}), dict):
-            return meta
-    except (OSError, ValueError, KeyError):
-        pass
-    fail(f"{path}: is not the meta.json that prepare_fineweb.py writes; run it again")
+    meta = read_json(path)
+    if path.exists() and not (isinstance(meta.get("vocab_size"), int) and isinstance(meta.get("tokenizer"), str)):
+        fail(f"{path}: is not the meta.json that prepare_fineweb.py writes; run it again")
+    return meta
 
 def open_shard(path):
     # (dtype, byte offset, tokens) of one shard: llm.c's header, or nanoGPT's bare uint16
@@ -327,18 +310,17 @@ class Loader:
         paths = sorted(Path(data).glob(f"*{split}*.bin"))
         if not paths:
             source = "stdlib" if Path(data).name == "stdlib" else "fineweb_edu"
-            fail(f"--data: no {split} shards in {Path(data).absolute()}; prepare them: python prepare_fineweb.py --source {source} --out_dir {shlex.quote(str(data))}")
-        try:
-            self.shards = [(path, *open_shard(path)) for path in paths]
-        except OSError as e:
-            fail(f"{e.filename}: {e.strerror}")
+            command = f"python prepare_fineweb.py --source {source} --out_dir {shlex.quote(str(data))}"
+            fail(f"--data: no {split} shards in {Path(data).absolute()}; prepare them: {command}")
+        self.shards = [(path, *open_shard(path)) for path in paths]
         found = {path.name: n for path, _, _, n in self.shards}
-        for name, tokens in meta.get("tokens", {}).items():
-            if split in name and found.get(name) != tokens:
-                fail(f"{Path(data) / name}: meta.json says {tokens} tokens, the file is missing or another; run prepare_fineweb.py again")
+        listed = {name: n for name, n in meta.get("tokens", found).items() if split in name}
+        for name in sorted(found.keys() | listed.keys()):
+            if found.get(name) != listed.get(name):
+                fail(f"{Path(data) / name}: {found.get(name, 'no')} tokens here, {listed.get(name, 'none')} in meta.json; run prepare_fineweb.py again")
         self.first = np.cumsum([0] + [max(0, n - 1) // block_size for *_, n in self.shards]) # number of the first window of each shard
         if not len(self):
-            fail(f"{paths[0]}: the {split} split has no {block_size + 1} tokens in a row (block_size + 1); its longest shard has {max(n for *_, n in self.shards)}")
+            fail(f"{paths[0]}: the {split} split has no {block_size + 1} tokens in a row (block_size + 1); its longest shard has {max(found.values())}")
 
     def __len__(self):
         return int(self.first[-1])
@@ -368,11 +350,10 @@ class Loader:
         for row, w in zip(rows, windows):
             s = int(np.searchsorted(self.first, w, side="right")) - 1
             path, dtype, offset, _ = self.shards[s]
-            try:
-                ids = np.fromfile(path, dtype, self.T + 1, offset=offset + (w - int(self.first[s])) * self.T * dtype.itemsize)
-                row[:] = ids if len(ids) == self.T + 1 else ids[:0]
-            except (OSError, ValueError):
-                fail(f"{path}: window {w} can no longer be read; the file changed during the run")
+            ids = np.fromfile(path, dtype, self.T + 1, offset=offset + (w - int(self.first[s])) * self.T * dtype.itemsize)
+            if len(ids) <= self.T:
+                fail(f"{path}: ends before window {w}; the file changed during the run")
+            row[:] = ids
         rows = torch.from_numpy(rows)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -469,99 +450,122 @@ def read_json(path):
         return {}
 
 def differences(cfg, old):
-    # {field: (value in the config `old`, value here)}, and the part of it that makes another run rather than a longer one
-    changed = {k: (old.get(k), v) for k, v in vars(cfg).items() if k not in NOT_THE_RUN and old.get(k) != v}
-    fixed = {f.name for f in dataclasses.fields(load_module(find_models()[cfg.model][0]).GPTConfig)} | {"model", "optimizer", "seed", "batch_tokens"}
-    return changed, {k: v for k, v in changed.items() if k in fixed}
+    # {field: (value in the config `old`, value here)} of what makes another run
+    return {k: (old.get(k), v) for k, v in vars(cfg).items() if k not in NOT_THE_RUN and old.get(k) != v}
 
 def status_of(cfg):
     # "finished", "diverged" or "unfinished" where the run directory holds this very run, else None
     run = Path(cfg.out_dir) / cfg.run_name
-    status, old = read_json(run / "result.json").get("status"), read_json(run / "config.json")
-    return None if not old or differences(cfg, old)[0] else status if status in ("finished", "diverged") else "unfinished"
+    old, status = read_json(run / "config.json"), read_json(run / "result.json").get("status", "unfinished")
+    return status if old and not differences(cfg, old) else None
 
-def read_checkpoint(path):
+def already(cfg, run):
+    # the exit status of a run that has ended, else None; ends the program where the directory holds another run, or this one and it should not
+    status, old = status_of(cfg), read_json(run / "config.json")
+    if status in ("finished", "diverged"):
+        print(f"already {status}: {run}")
+        return 0 if status == "finished" else 3
+    if cfg.resume and not old:
+        fail(f"--resume: there is no run in {run}")
+    fixed = {*config_fields(cfg.model), "model", "optimizer", "seed", "batch_tokens"} # the rest may change: a longer run
+    other = [f"{k} {was} there, {now} here" for k, (was, now) in differences(cfg, old).items() if k in fixed or not cfg.resume]
+    if old and other:
+        fail(f"--{'resume' if cfg.resume else 'run_name'}: {run} holds another run ({'; '.join(other)}); choose another --run_name")
+    if status and not cfg.resume:
+        fail(f"--run_name: {run} holds this run, unfinished; add --resume to continue it")
+
+def lock_run(run):
+    # the run directory for this process alone, until it ends; also the proof that it can be written
+    run.mkdir(parents=True, exist_ok=True)
+    lock = open(run / "lock", "w")
+    try:
+        if fcntl:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"--run_name: another process is at work in {run}")
+    return lock
+
+def write_config(cfg, run):
+    # everything that made the run, before its first step and after all that could be refused
+    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True) # a shell, for a machine without git
+    cfg.versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__)
+    cfg.commit, cfg.command = git.stdout.strip(), shlex.join(sys.argv)
+    write_json(run / "config.json", vars(cfg))
+    (run / "result.json").unlink(missing_ok=True) # a longer schedule than the finished one
+
+def save(run, cfg, model, optimizers, step, seconds):
+    ckpt = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step, seconds=seconds, rng=torch.get_rng_state(), config=vars(cfg))
+    write_atomic(run / "ckpt.pt", lambda f: torch.save(ckpt, f))
+
+def read_checkpoint(path, parts=("model", "config")):
     # the dict that train.py saved; prefixes of DDP and torch.compile are taken off the weights
     path = Path(path)
     path = path / "ckpt.pt" if path.is_dir() else path
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True) # never runs code from the file
-        for part in ("model", "config"):
-            if not isinstance(ckpt[part], dict):
-                raise KeyError(part)
+        missing = [part for part in parts if part not in ckpt]
+        if missing:
+            raise ValueError(f"without {', '.join(missing)}")
         ckpt["model"] = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in ckpt["model"].items()}
-    except FileNotFoundError:
-        fail(f"{path}: no such checkpoint; train one with train.py")
-    except KeyError as e:
-        fail(f"{path}: has no part {e}; it is not a checkpoint of train.py")
     except Exception as e:
-        fail(f"{path}: cannot be read as a checkpoint ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'damaged'})")
+        fail(f"{path}: is not a checkpoint of train.py ({type(e).__name__}: {' '.join(str(e).split())[:200]})")
     return ckpt
 
 def load_checkpoint(path):
     """(model, checkpoint) of a run directory or a ckpt.pt: weights in place, on the CPU, in eval mode; checkpoint["config"] is the run's config."""
     ckpt = read_checkpoint(path)
-    name, models = ckpt["config"].get("model"), find_models()
-    if name not in models:
+    name = ckpt["config"].get("model")
+    if name not in find_models():
         fail(f"{path}: its model {name!r} is in no model_*.py here")
-    fields = {f.name for f in dataclasses.fields(load_module(models[name][0]).GPTConfig)}
     try:
-        model = build(name, **{k: v for k, v in ckpt["config"].items() if k in fields})
+        model = build_run(ckpt["config"])
         model.load_state_dict(ckpt["model"])
     except Exception as e:
         fail(f"{path}: does not fit model {name} ({' '.join(str(e).split())[:200]})")
     return model.eval(), ckpt
 
 def resume(run, cfg, model, optimizers, rank):
-    # checkpoint of the run into model and optimizers -> (step, seconds); what may not differ is refused, what may is announced
-    if not (run / "ckpt.pt").exists():
-        if rank == 0:
-            print(f"resume: {run} has no checkpoint yet, starting at step 0")
-            (run / "log.jsonl").unlink(missing_ok=True)
-        return 0, 0.0
-    ckpt = read_checkpoint(run / "ckpt.pt")
-    missing = [k for k in ("optimizers", "step", "seconds", "rng") if k not in ckpt]
-    if missing:
-        fail(f"{run / 'ckpt.pt'}: cannot be resumed, it lacks {', '.join(missing)}")
-    for k, (was, now) in differences(cfg, ckpt["config"])[0].items() if rank == 0 else ():
-        print(f"resume: {k} {now} (was {was})")
-    if ckpt["step"] > cfg.steps:
-        fail(f"--steps: {cfg.steps} is less than the {ckpt['step']} that the checkpoint has behind it")
-    try:
-        model.load_state_dict(ckpt["model"])
-        for optimizer, state in zip(optimizers, ckpt["optimizers"], strict=True):
-            for now, was in zip(optimizer.param_groups, state["param_groups"], strict=True): # hyper-parameters come from the flags, state from the file
-                was.update({k: v for k, v in now.items() if k != "params"})
-            optimizer.load_state_dict(state)
-        torch.set_rng_state(ckpt["rng"])
-    except Exception as e:
-        fail(f"{run / 'ckpt.pt'}: does not fit ({' '.join(str(e).split())[:200]})")
-    if rank > 0:
-        return ckpt["step"], ckpt["seconds"]
-    lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True) if (run / "log.jsonl").exists() else []
-    kept = [x for x in lines if (m := re.match(rb'\{"step": (\d+)', x)) and int(m[1]) < ckpt["step"] + (b'"loss"' in x) and x.endswith(b"\n")]
-    write_atomic(run / "log.jsonl", lambda f: f.writelines(kept)) # what the lost steps had logged will be logged again
-    return ckpt["step"], ckpt["seconds"]
+    # checkpoint of the run into model and optimizers -> (step, seconds); the log is cut there, what the lost steps had logged will be logged again
+    step, seconds, path, log = 0, 0.0, run / "ckpt.pt", run / "log.jsonl"
+    notes = [f"{run} has no checkpoint yet, starting at step 0"]
+    if path.exists():
+        ckpt = read_checkpoint(path, ("model", "config", "optimizers", "step", "seconds", "rng"))
+        step, seconds = ckpt["step"], ckpt["seconds"]
+        notes = [f"{k} {now} (was {was})" for k, (was, now) in differences(cfg, ckpt["config"]).items()]
+        if step > cfg.steps:
+            fail(f"--steps: {cfg.steps} is less than the {step} that the checkpoint has behind it")
+        try:
+            model.load_state_dict(ckpt["model"])
+            for optimizer, state in zip(optimizers, ckpt["optimizers"], strict=True):
+                for now, was in zip(optimizer.param_groups, state["param_groups"], strict=True): # hyper-parameters come from the flags, state from the file
+                    was.update({k: v for k, v in now.items() if k != "params"})
+                optimizer.load_state_dict(state)
+            torch.set_rng_state(ckpt["rng"])
+        except Exception as e:
+            fail(f"{path}: does not fit ({' '.join(str(e).split())[:200]})")
+    if rank == 0:
+        print("".join(f"resume: {note}\n" for note in notes), end="")
+        lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
+        kept = [x for x in lines if (m := re.match(rb'\{"step": (\d+)', x)) and int(m[1]) < step + (b'"loss"' in x) and x.endswith(b"\n")]
+        write_atomic(log, lambda f: f.writelines(kept))
+    return step, seconds
 
 # -----------------------------------------------------------------------------
 # Sizes, without allocating anything
 
-def activation_bytes(cfg, module):
+def activation_bytes(cfg):
     # estimate of what autograd keeps for one micro-batch: counted at 3, 4 and 5 blocks on a few tokens, then a parabola in n_layer
-    names = [f.name for f in dataclasses.fields(module.GPTConfig)]
     def saved(L, T):
         with torch.device("meta"):
-            model = module.GPT(module.GPTConfig(**{**{k: getattr(cfg, k) for k in names}, "n_layer": L, "block_size": T}))
+            model = build_run({**vars(cfg), "n_layer": L, "block_size": T})
         model.to_empty(device="cpu") # the numbers do not matter, only what is kept
-        seen, keep = {t.untyped_storage().data_ptr(): 0 for t in model.parameters()}, []
+        idx, kept, weights = torch.zeros(1, T, dtype=torch.int64), {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
         def pack(t):
-            keep.append(t) # a storage that lives keeps its address
-            seen.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage() # one that lives keeps its address
             return t
-        idx = torch.zeros(1, T, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
             model(idx, idx)
-        return sum(seen.values())
+        return sum(storage.nbytes() for ptr, storage in kept.items() if ptr not in weights)
     a, b, c = ((saved(L, 16) - saved(L, 8)) / 8 for L in (3, 4, 5)) # bytes per token
     x = cfg.n_layer - 3
     return round((a + x * (b - a) + x * (x - 1) / 2 * (c - 2 * b + a)) * cfg.micro_batch * cfg.block_size)
@@ -571,26 +575,23 @@ def dry_run(argv, activations=True):
     model = settle(cfg, given, int(os.environ.get("WORLD_SIZE", 1)))
     n, T, V, d = model.num_params(), cfg.block_size, cfg.vocab_size, cfg.n_embd
     matrix = sum(p.numel() for p in model.param_groups()["matrix"]) if cfg.optimizer == "muon" else 0
-    out = dict(model=cfg.model, n_params=n, n_params_backbone=n - 2 * V * d, n_params_embedding=2 * V * d, n_params_depth=n - preln_params(cfg),
-               block_size=T, flops_forward=model.flops(T), flops_prefill=model.flops(T) - 2 * (T - 1) * d * V, tokens_per_step=cfg.batch_tokens, steps=cfg.steps,
-               tokens=cfg.tokens, learning_rate=cfg.learning_rate, bytes_weights=4 * n, bytes_optimizer=8 * n - 4 * matrix,
-               bytes_activations=activation_bytes(cfg, sys.modules[type(model).__module__]) if activations else None, out_dir=cfg.out_dir, run_name=cfg.run_name, status=status_of(cfg))
-    print(json.dumps(out), flush=True)
+    print(json.dumps(dict(
+        model=cfg.model, n_params=n, n_params_backbone=n - 2 * V * d, n_params_embedding=2 * V * d, n_params_depth=n - preln_params(cfg), block_size=T,
+        flops_forward=model.flops(T), flops_prefill=model.flops(T) - 2 * (T - 1) * d * V, tokens_per_step=cfg.batch_tokens, steps=cfg.steps, tokens=cfg.tokens,
+        learning_rate=cfg.learning_rate, bytes_weights=4 * n, bytes_optimizer=8 * n - 4 * matrix,
+        bytes_activations=activation_bytes(cfg) if activations else None, out_dir=cfg.out_dir, run_name=cfg.run_name, status=status_of(cfg))), flush=True)
 
 def dry_runs(argv):
     # one line of flags per line of stdin, one JSON (or {"error": ...}) per line of stdout, all in this process
     status = 0
     for line in sys.stdin:
-        err, stderr = StringIO(), sys.stderr
-        sys.stderr = err
+        err = io.StringIO()
         try:
-            dry_run([*argv, *shlex.split(line)], activations=False)
-        except (SystemExit, ValueError) as e:
-            if isinstance(e, ValueError) or e.code:
-                status = 1
-                print(json.dumps({"error": err.getvalue().strip() or f"error: {e}"}), flush=True)
-        finally:
-            sys.stderr = stderr
+            with contextlib.redirect_stderr(err):
+                dry_run([*argv, *shlex.split(line)], activations=False)
+        except (SystemExit, ValueError) as e: # ValueError: an open quote
+            status = 1
+            print(json.dumps({"error": err.getvalue().strip() or f"error: {e}"}), flush=True)
     return status
 
 # -----------------------------------------------------------------------------
@@ -645,28 +646,25 @@ def speed_up(model, cfg, rank=0):
                 part.compile()
     return undo
 
-def train(cfg, run, model, data, val, rank, world):
+def train(cfg, run, model, data, val, rank, world, caught):
     # the loop: returns the exit status
     optimizers = make_optimizers(model, cfg)
     step, seconds = resume(run, cfg, model, optimizers, rank) if cfg.resume else (0, 0.0)
     if rank == 0:
         write_config(cfg, run)
+        if cfg.wandb:
+            import wandb
+            board = wandb.init(project="nanodepth", name=cfg.run_name, config=vars(cfg), resume="allow")
     undo = speed_up(model, cfg, rank)
     net = DistributedDataParallel(model) if world > 1 else model
-    sequences = cfg.batch_tokens // cfg.block_size
-    accum = sequences // world // cfg.micro_batch
-    caught, val_loss, status = [], None, "finished"
-    before = {s: signal.signal(s, lambda s, _: (caught.append(s), signal.signal(s, signal.SIG_DFL))) for s in (signal.SIGINT, signal.SIGTERM)}
-    log, board = (open(run / "log.jsonl", "a", encoding="utf-8") if rank == 0 else None), start_wandb(cfg) if cfg.wandb and rank == 0 else None
+    share = cfg.batch_tokens // cfg.block_size // world # sequences of this process per step
+    accum, val_loss, status = share // cfg.micro_batch, None, "finished"
     def write(**line): # one object a line, for programs
         if rank == 0:
-            print(json.dumps(line), file=log, flush=True)
-            if board:
+            with open(run / "log.jsonl", "a", encoding="utf-8") as log:
+                print(json.dumps(line), file=log)
+            if cfg.wandb:
                 board.log(line, step=line["step"])
-    def save():
-        if rank == 0:
-            part = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step, seconds=seconds, rng=torch.get_rng_state(), config=vars(cfg))
-            write_atomic(run / "ckpt.pt", lambda f: torch.save(part, f))
     bar = tqdm(total=cfg.steps, initial=step, desc=cfg.run_name, disable=None if rank == 0 else True, dynamic_ncols=True)
     while True:
         last = step == cfg.steps
@@ -684,12 +682,12 @@ def train(cfg, run, model, data, val, rank, world):
             write(step=step, layer_stats=layer_stats(model, cfg, *(t.to(cfg.device) for t in val.batch(range(min(cfg.micro_batch, len(val)))))))
             if undo:
                 undo = sys.modules["kernels"].fuse(sys.modules[type(model).__module__], say=lambda _: None)
-        if last or cfg.save_every and step and step % cfg.save_every == 0:
-            save()
+        if rank == 0 and (last or cfg.save_every and step and step % cfg.save_every == 0):
+            save(run, cfg, model, optimizers, step, seconds)
         if last:
             break
         start, total = time.perf_counter(), torch.zeros(2, device=cfg.device) # loss, signals
-        windows = data.order(step * sequences + rank * accum * cfg.micro_batch, accum * cfg.micro_batch)
+        windows = data.order((step * world + rank) * share, share)
         for micro in range(accum):
             x, y = (t.to(cfg.device, non_blocking=True) for t in data.batch(windows[micro * cfg.micro_batch:(micro + 1) * cfg.micro_batch]))
             # gradients are averaged over the processes on the last micro-step only
@@ -715,94 +713,52 @@ def train(cfg, run, model, data, val, rank, world):
         step, took = step + 1, time.perf_counter() - start
         seconds += took
         bar.update()
-        if step % cfg.log_every == 0 or step == cfg.steps:
-            report(cfg, model, step, loss, lr, norm.item(), took, world, write, rank)
+        if rank == 0 and (step % cfg.log_every == 0 or step == cfg.steps):
+            report(cfg, model, step, loss, lr, norm.item(), took, world, write)
         if stop and step < cfg.steps:
-            save()
+            status = "stopped"
             break
     bar.close()
     if undo:
         undo()
-    for s, handler in before.items():
-        signal.signal(s, handler)
-    if step < cfg.steps and status == "finished":
-        if rank == 0:
-            print(f"stopped at step {step}, saved; the same command with --resume continues", file=sys.stderr)
-        return 128 + (caught[0] if caught else signal.SIGTERM)
-    if rank == 0:
-        finish(cfg, run, model, status, step, val_loss if status == "finished" else None, seconds, world)
-    return 0 if status == "finished" else 3
+    if rank == 0 and status == "stopped":
+        save(run, cfg, model, optimizers, step, seconds)
+        print(f"stopped at step {step}, saved; the same command with --resume continues", file=sys.stderr)
+    elif rank == 0:
+        finish(cfg, run, model, status, step, val_loss, seconds, world)
+    return dict(finished=0, diverged=3).get(status, 128 + (caught[0] if caught else signal.SIGTERM))
 
-def report(cfg, model, step, loss, lr, norm, took, world, write, rank):
+def report(cfg, model, step, loss, lr, norm, took, world, write):
     # the line for people, and the same as an object
     rate = cfg.batch_tokens / took
-    line = f"step {step}/{cfg.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | {took * 1e3:.0f} ms | {f'{rate / 1e6:.2f}M' if rate > 1e6 else f'{rate:.0f}'} tok/s"
+    speed = f"{took * 1e3:.0f} ms | " + (f"{rate / 1e6:.2f}M tok/s" if rate > 1e6 else f"{rate:.0f} tok/s")
+    line = f"step {step}/{cfg.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | {speed}"
     peak = next((v for k, v in PEAK_FLOPS.items() if cfg.device == "cuda" and k in torch.cuda.get_device_name()), 0)
     if peak:
         line += f" | mfu {3 * model.flops(cfg.block_size) / cfg.block_size * rate / peak / world:.1%}"
     write(step=step, loss=loss, lr=lr, grad_norm=norm, ms=took * 1e3, tok_per_s=rate, tokens=step * cfg.batch_tokens)
-    if rank == 0:
-        tqdm.write(line)
+    tqdm.write(line)
 
 def finish(cfg, run, model, status, step, val_loss, seconds, world):
-    if cfg.device == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        import resource # of Unix only
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # result.json of a run that has ended, and the last words
     n, tokens = model.num_params(), step * cfg.batch_tokens
-    write_json(run / "result.json", dict(status=status, step=step, val_loss=val_loss, tokens=tokens, seconds=seconds, tok_per_s=tokens / max(seconds, 1e-9),
-               peak_memory=peak, n_params=n, n_params_depth=n - preln_params(cfg), world_size=world, **{k: getattr(cfg, k) for k in ("model", "n_layer", "n_embd", "learning_rate", "seed")}))
+    peak = torch.cuda.max_memory_allocated() if cfg.device == "cuda" else resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    write_json(run / "result.json", dict(
+        status=status, step=step, val_loss=val_loss if status == "finished" else None, tokens=tokens, seconds=seconds, tok_per_s=tokens / max(seconds, 1e-9),
+        peak_memory=peak, n_params=n, n_params_depth=n - preln_params(cfg), world_size=world,
+        model=cfg.model, n_layer=cfg.n_layer, n_embd=cfg.n_embd, learning_rate=cfg.learning_rate, seed=cfg.seed))
     if status == "diverged":
         print(f"error: diverged at step {step}: loss or gradient is not finite; the last checkpoint is untouched; try a lower --learning_rate", file=sys.stderr)
     else:
         print(f"finished: val loss {val_loss:.4f}, {seconds:.0f} s, checkpoint in {run / 'ckpt.pt'}")
 
-def start_wandb(cfg):
-    try:
-        import wandb
-    except ImportError:
-        fail("--wandb: the package wandb is not installed; pip install wandb")
-    return wandb.init(project="nanodepth", name=cfg.run_name, config=vars(cfg), resume="allow")
-
-def open_run(cfg):
-    # the run directory, made or found; the exit status instead where there is nothing left to do
-    run = Path(cfg.out_dir) / cfg.run_name
-    status = status_of(cfg)
-    if status in ("finished", "diverged"):
-        print(f"already {status}: {run}")
-        return run, 0 if status == "finished" else 3
-    old = read_json(run / "config.json")
-    if cfg.resume and not old:
-        fail(f"--resume: there is no run in {run}")
-    changed, fixed = differences(cfg, old)
-    other = "; ".join(f"{k} {was} there, {now} here" for k, (was, now) in (fixed if cfg.resume else changed).items())
-    if old and other:
-        fail(f"--{'resume' if cfg.resume else 'run_name'}: {run} holds another run ({other}); choose another --run_name")
-    if old and not cfg.resume:
-        fail(f"--run_name: {run} holds this run, unfinished; add --resume to continue it")
-    return run, None
-
-def lock_run(run):
-    # the run directory for this process alone, until it ends; also the proof that it can be written
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        lock = open(run / "lock", "w")
-        if fcntl:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"--run_name: another process is at work in {run}")
-    except OSError as e:
-        fail(f"--out_dir: {run}: {e.strerror}")
-    return lock
-
-def write_config(cfg, run):
-    # everything that made the run, before its first step and after all that could be refused
-    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True) # a shell, for a machine without git
-    cfg.versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__)
-    cfg.commit, cfg.command = git.stdout.strip(), shlex.join(sys.argv)
-    write_json(run / "config.json", vars(cfg))
-    (run / "result.json").unlink(missing_ok=True) # a longer schedule than the finished one
+def announce(cfg, model, data, world):
+    sizes = {k: sum(p.numel() for p in ps) for k, ps in model.param_groups().items()}
+    depth = model.num_params() - preln_params(cfg)
+    print(f"{cfg.model}: {model.num_params():,} parameters, {depth:+,} against preln; " + ", ".join(f"{k} {n:,}" for k, n in sizes.items() if n))
+    print(f"{cfg.optimizer}, learning rate {cfg.learning_rate:g}, {cfg.steps} steps of {cfg.batch_tokens:,} tokens = {cfg.tokens:,}; "
+          f"{world} process(es) x {cfg.micro_batch} sequences of {cfg.block_size}")
+    print(f"{cfg.device}, {cfg.dtype}, compile {cfg.compile}, fused {cfg.fused}; {len(data):,} windows in {cfg.data}, tokenizer {cfg.tokenizer}")
 
 def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -819,44 +775,44 @@ def main(argv=None):
         prepare_fineweb.main(["--source", "stdlib", "--out_dir", cfg.data])
     if world > 1: # the others wait here for the data
         dist.init_process_group("gloo" if cfg.ddp_backend == "gloo" or not torch.cuda.is_available() else "nccl")
+    wait = dist.barrier if world > 1 else lambda: None
+    caught, before = [], {} # Ctrl-C and SIGTERM: those that came, and what handled them before
     try:
         settle(cfg, given, world)
         if cfg.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-            torch.set_float32_matmul_precision("high")
+            if cfg.dtype == "float32": # in bfloat16 the only FP32 products are those of the routing, which stay FP32
+                torch.set_float32_matmul_precision("high")
         data, val = Loader(cfg.data, "train", cfg.block_size, cfg.seed), Loader(cfg.data, "val", cfg.block_size)
         if rank == 0:
             data.check_ids(cfg.vocab_size)
             val.check_ids(cfg.vocab_size)
-        run, status = open_run(cfg)
-        if world > 1:
-            dist.barrier()
+        run = Path(cfg.out_dir) / cfg.run_name
+        status = already(cfg, run)
+        wait() # all have looked before one writes
         if status is not None:
             return status
-        lock = lock_run(run) if rank == 0 else None
-        if world > 1:
-            dist.barrier()
+        lock = lock_run(run) if rank == 0 else contextlib.nullcontext()
+        wait()
         torch.manual_seed(cfg.seed)
-        fields = {f.name for f in dataclasses.fields(load_module(find_models()[cfg.model][0]).GPTConfig)}
-        model = build(cfg.model, **{k: v for k, v in vars(cfg).items() if k in fields}).to(cfg.device)
+        model = build_run(vars(cfg)).to(cfg.device)
         if rank == 0:
             announce(cfg, model, data, world)
-        with lock or contextlib.nullcontext():
-            return train(cfg, run, model, data, val, rank, world)
+        for s in (signal.SIGINT, signal.SIGTERM): # the loop saves and ends; a second one kills
+            before[s] = signal.signal(s, lambda s, _: (caught.append(s), signal.signal(s, signal.SIG_DFL)))
+        with lock:
+            return train(cfg, run, model, data, val, rank, world, caught)
+    except OSError as e:
+        fail(f"{e.filename or cfg.run_name}: {e.strerror or e}")
     except RuntimeError as e:
         if cfg.compile and type(e).__module__.startswith("torch._"):
             fail(f"--compile: {str(e).splitlines()[0]}; use --no-compile")
         raise
     finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
         if world > 1:
             dist.destroy_process_group()
-
-def announce(cfg, model, data, world):
-    sizes = {k: sum(p.numel() for p in ps) for k, ps in model.param_groups().items()}
-    depth = model.num_params() - preln_params(cfg)
-    print(f"{cfg.model}: {model.num_params():,} parameters, {depth:+,} against preln; " + ", ".join(f"{k} {n:,}" for k, n in sizes.items() if n))
-    print(f"{cfg.optimizer}, learning rate {cfg.learning_rate:g}, {cfg.steps} steps of {cfg.batch_tokens:,} tokens = {cfg.tokens:,}; {world} process(es) x {cfg.micro_batch} sequences of {cfg.block_size}")
-    print(f"{cfg.device}, {cfg.dtype}, compile {cfg.compile}, fused {cfg.fused}; {len(data):,} windows in {cfg.data}, tokenizer {cfg.tokenizer}")
 
 if __name__ == "__main__":
     sys.exit(main())

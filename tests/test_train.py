@@ -11,18 +11,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from ddp_worker import argv, make_data, random_ids, record, same, shard
+from ddp_worker import argv, random_ids, record, same, shard
 
 import train
 
 NAMES = sorted(train.find_models())
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield make_data(tmp_path_factory.mktemp("data"))
-    torch.set_num_threads(threads)
 
 @pytest.fixture
 def go(data, tmp_path):
@@ -109,12 +102,12 @@ def test_schedule(N, frac, W):
 
 REFUSED = [ # flags, exit status, what the one line names
     ("--lerning_rate=1", 2, "learning_rate"), ("--n_lay=4", 2, "n_layer"), ("--learning-rate=1", 2, "--learning_rate"), ("stray", 2, "stray"), ("n_layer=4", 2, "n_layer"),
-    ("--seed=1 --seed=1", 2, "twice"), ("--n_streams=4", 2, "hc"), ("--lr=1", 2, "unknown"), ("--no-n_layer", 2, "unknown"), ("--steps=10.5", 2, "10.5"), ("--steps=ten", 2, "ten"),
-    ("--steps", 2, "value"), ("--learning_rate=nan", 2, "nan"), ("--learning_rate=inf", 2, "inf"), ("--learning_rate=1,000", 2, "1,000"), ("--vocab_size=None", 2, "None"),
+    ("--seed=1 --seed=1", 2, "twice"), ("--n_streams=4", 2, "hc"), ("--lr=1", 2, "unknown"), ("--no-n_layer", 2, "n_layer"), ("--no-wandb=1", 2, "unknown"), ("--steps=10.5", 2, "10.5"), ("--steps=ten", 2, "ten"),
+    ("--steps", 2, "value"), ("--model", 2, "value"), ("--learning_rate=nan", 2, "nan"), ("--learning_rate=inf", 2, "inf"), ("--learning_rate=1,000", 2, "1,000"), ("--vocab_size=None", 2, "None"),
     ("--compile=maybe", 2, "maybe"), ("--compile=", 2, "compile"), ("--tokens=1 --steps=1", 2, "excludes"), ("--model=prelm", 1, "preln"), ("--preset=big", 1, "nano"),
     ("--n_head=5", 1, "n_embd: 16 n_head 5"), ("--n_head=0", 1, "n_head: 0"), ("--n_head=-2", 1, "-2"), ("--n_head=16", 1, "odd"), ("--n_embd=0", 1, "n_embd: 0"), ("--n_layer=0", 1, "n_layer: 0"),
     ("--n_kv_head=3", 1, "n_kv_head: 3"), ("--batch_tokens=100", 1, "100 16"), ("--batch_tokens=0", 1, "batch_tokens: 0"), ("--micro_batch=3", 1, "3 8"), ("--micro_batch=0", 1, "micro_batch: 0"),
-    ("--learning_rate=-1", 1, "-1"), ("--weight_decay=-.1", 1, "-0.1"), ("--grad_clip=-1", 1, "-1"), ("--beta2=1", 1, "beta2"), ("--warmup_frac=2", 1, "warmup_frac"), ("--steps=-2", 1, "-2"),
+    ("--learning_rate=-1", 1, "-1"), ("--weight_decay=-.1", 1, "-0.1"), ("--grad_clip=-1", 1, "-1"), ("--beta2=1", 1, "beta2 1.0"), ("--warmup_frac=2", 1, "warmup_frac"), ("--steps=-2", 1, "-2"),
     ("--eval_every=-1", 1, "eval_every"), ("--dtype=float16", 1, "float16 bfloat16"), ("--dtype=bf16", 1, "bf16"), ("--device=mps", 1, "mps"), ("--optimizer=sgd", 1, "sgd muon"), ("--seed=-1", 1, "-1"),
     ("--run_name=a/b", 1, "a/b"), ("--out_dir=", 1, "out_dir"), ("--data=nowhere", 1, "nowhere prepare_fineweb.py --out_dir"), ("--block_size=4096 --batch_tokens=4096 --micro_batch=1", 1, "4097 3000"),
     ("--vocab_size=255", 1, "255"), ("--resume", 1, "no run"), ("--out_dir=/proc/x", 1, "/proc/x")]
@@ -227,6 +220,7 @@ BROKEN = { # what is wrong -> (how, what the one line names); the directory hold
     "no val": (lambda d: (d / "val_0.bin").unlink(), "val prepare_fineweb.py"),
     "shard missing": (lambda d: broken_meta(d, tokens={"train_0.bin": 2000, "train_1.bin": 2000}), "train_1.bin 2000"),
     "shard of another length": (lambda d: broken_meta(d, tokens={"train_0.bin": 1999}), "train_0.bin 1999"),
+    "shard not listed": (lambda d: broken_meta(d, tokens={"val_0.bin": 300}), "train_0.bin 2000 meta.json"),
     "not complete": (lambda d: broken_meta(d, complete=False), "complete"),
     "meta.json cut short": (lambda d: (d / "meta.json").write_text('{"vocab'), "meta.json"),
     "meta.json of another": (lambda d: (d / "meta.json").write_text("[1]"), "meta.json")}
