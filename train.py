@@ -241,8 +241,9 @@ def settle(cfg, given, world_size=1):
     cfg.tokenizer = meta.get("tokenizer", "gpt2")
     if "vocab_size" not in given and meta:
         cfg.vocab_size = -(-meta["vocab_size"] // 64) * 64
+    skip = lambda tensor, *args, **kwargs: tensor # nothing to draw on meta
     try:
-        with torch.device("meta"), mock.patch("torch.nn.init.kaiming_uniform_"), mock.patch("torch.nn.init.trunc_normal_"): # nothing to draw
+        with torch.device("meta"), mock.patch.multiple("torch.nn.init", kaiming_uniform_=skip, normal_=skip, trunc_normal_=skip):
             model = build_run(vars(cfg))
     except ValueError as e:
         fail(f"--{e}")
@@ -554,10 +555,10 @@ def resume(run, cfg, model, optimizers, rank):
 # Sizes, without allocating anything
 
 def activation_bytes(cfg):
-    # estimate of what autograd keeps for one micro-batch: counted at 3, 4 and 5 blocks on a few tokens, then a parabola in n_layer
-    def saved(L, T):
+    # estimate of what autograd keeps for one micro-batch, counted on small models: a parabola in n_layer, a line in vocab_size
+    def saved(L, V, T):
         with torch.device("meta"):
-            model = build_run({**vars(cfg), "n_layer": L, "block_size": T})
+            model = build_run({**vars(cfg), "n_layer": L, "vocab_size": V, "block_size": T})
         model.to_empty(device="cpu") # the numbers do not matter, only what is kept
         idx, kept, weights = torch.zeros(1, T, dtype=torch.int64), {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
         def pack(t):
@@ -566,9 +567,9 @@ def activation_bytes(cfg):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
             model(idx, idx)
         return sum(storage.nbytes() for ptr, storage in kept.items() if ptr not in weights)
-    a, b, c = ((saved(L, 16) - saved(L, 8)) / 8 for L in (3, 4, 5)) # bytes per token
-    x = cfg.n_layer - 3
-    return round((a + x * (b - a) + x * (x - 1) / 2 * (c - 2 * b + a)) * cfg.micro_batch * cfg.block_size)
+    a, b, c, wide = ((saved(L, V, 16) - saved(L, V, 8)) / 8 for L, V in ((3, 64), (4, 64), (5, 64), (3, 128))) # bytes per token
+    x, y = cfg.n_layer - 3, (cfg.vocab_size - 64) / 64
+    return round((a + x * (b - a) + x * (x - 1) / 2 * (c - 2 * b + a) + y * (wide - a)) * cfg.micro_batch * cfg.block_size)
 
 def dry_run(argv, activations=True):
     cfg, given = parse(argv)
