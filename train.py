@@ -223,7 +223,7 @@ def check(cfg):
         for name in names.split():
             if not right(getattr(cfg, name)):
                 fail(f"--{name}: {getattr(cfg, name)!r} {wrong}")
-    if cfg.wandb and not importlib.util.find_spec("wandb"):
+    if cfg.wandb and not cfg.dry_run and not importlib.util.find_spec("wandb"):
         fail("--wandb: the package wandb is not installed; pip install wandb")
 
 def settle(cfg, given, world_size=1):
@@ -460,8 +460,8 @@ def status_of(cfg):
     old, status = read_json(run / "config.json"), read_json(run / "result.json").get("status", "unfinished")
     return status if old and not differences(cfg, old) else None
 
-def already(cfg, run):
-    # the exit status of a run that has ended, else None; ends the program where the directory holds another run, or this one and it should not
+def status_or_refuse(cfg, run):
+    # the exit status of a run that has ended, None of one to begin or to resume; ends the program where the directory holds what it should not
     status, old = status_of(cfg), read_json(run / "config.json")
     if status in ("finished", "diverged"):
         print(f"already {status}: {run}")
@@ -495,7 +495,8 @@ def write_config(cfg, run):
     (run / "result.json").unlink(missing_ok=True) # a longer schedule than the finished one
 
 def save(run, cfg, model, optimizers, step, seconds):
-    ckpt = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step, seconds=seconds, rng=torch.get_rng_state(), config=vars(cfg))
+    ckpt = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step, seconds=seconds,
+                rng=torch.get_rng_state(), config=vars(cfg))
     write_atomic(run / "ckpt.pt", lambda f: torch.save(ckpt, f))
 
 def read_checkpoint(path, parts=("model", "config")):
@@ -789,7 +790,7 @@ def main(argv=None):
             data.check_ids(cfg.vocab_size)
             val.check_ids(cfg.vocab_size)
         run = Path(cfg.out_dir) / cfg.run_name
-        status = already(cfg, run)
+        status = status_or_refuse(cfg, run)
         wait() # all have looked before one writes
         if status is not None:
             return status

@@ -3,6 +3,7 @@ train.py in one process: sizes, schedule, flags, data, Muon, and what a run does
 Run alone: python -m pytest -q tests/test_train.py
 """
 import fcntl
+import importlib.util
 import io
 import json
 import math
@@ -111,6 +112,7 @@ REFUSED = [ # flags, exit status, what the one line names
     ("--eval_every=-1", 1, "eval_every"), ("--dtype=float16", 1, "float16 bfloat16"), ("--dtype=bf16", 1, "bf16"), ("--device=mps", 1, "mps"), ("--optimizer=sgd", 1, "sgd muon"), ("--seed=-1", 1, "-1"),
     ("--run_name=a/b", 1, "a/b"), ("--out_dir=", 1, "out_dir"), ("--data=nowhere", 1, "nowhere prepare_fineweb.py --out_dir"), ("--block_size=4096 --batch_tokens=4096 --micro_batch=1", 1, "4097 3000"),
     ("--vocab_size=255", 1, "255"), ("--resume", 1, "no run"), ("--out_dir=/proc/x", 1, "/proc/x")]
+REFUSED += [] if importlib.util.find_spec("wandb") else [("--wandb", 1, "wandb pip install")]
 REFUSED += [] if torch.cuda.is_available() else [("--device=cuda", 1, "CUDA"), ("--ddp_backend=nccl", 1, "CUDA")]
 
 @pytest.mark.parametrize("flags, code, words", REFUSED, ids=[r[0] for r in REFUSED])
