@@ -19,7 +19,6 @@ from ddp_worker import argv, record, same
 import train
 
 NAMES = sorted(train.find_models())
-FIRST = [*{path: name for name, (path, _) in reversed(train.find_models().items())}.values()] # of each model file
 ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def check_resume(flags, tmp_path, stop, **kw):
 def test_ten_steps(flags, tmp_path, optimizer):
     check_resume(flags, tmp_path, 5, steps=10, optimizer=optimizer, eval_every=5, micro_batch=2)
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_model(flags, tmp_path, name):
     check_resume(flags, tmp_path, 1, steps=2, model=name, optimizer="muon")
 
@@ -219,7 +218,7 @@ def test_parts_and_strangers(flags, tmp_path, capsys):
 # -----------------------------------------------------------------------------
 # Two processes: one launch for all cases
 
-FUSED = ["attnres", "hc", "mgr", "mhc", "moda"]
+FUSED = ["attnres", "attnres_block", "hc", "mgr", "mhc", "moda"]
 PAIRS = [(optimizer, accum) for optimizer in ("adamw", "muon") for accum in (1, 2, 4)]
 
 @pytest.fixture(scope="module", autouse=True)
@@ -234,7 +233,7 @@ def launch(data, tmp_path_factory):
     case("twin", micro_batch=1, steps=5, twin=4)
     ten = dict(steps=10, optimizer="muon", micro_batch=2, eval_every=5)
     case("straight", **ten), case("half", stop=5, **ten), case("half 1", stop=5, **ten), case("rest", **{**ten, "run_name": "half", "resume": "true"})
-    for name in FIRST:
+    for name in NAMES:
         case(f"model {name}", model=name, n_layer=3, steps=2, micro_batch=2, optimizer="muon")
     for name in FUSED: # last: kernels.fuse swaps for the whole process
         case(f"fused {name}", model=name, n_layer=3, steps=2, micro_batch=2, optimizer="muon", fused="on")
@@ -297,7 +296,7 @@ def test_resume_of_two_on_one(two, data, tmp_path):
     assert rest["status"] == 0 and [sorted(t) for t in rest["tokens"]] == tokens(seen["straight"])[5:]
     assert all((v - ckpt(out / "straight")["model"][k]).abs().max() < 2e-5 for k, v in ckpt(tmp_path / "half 1")["model"].items())
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_model_on_two(two, data, tmp_path, name):
     one = record(argv(data=data, out_dir=tmp_path, run_name="one", model=name, n_layer=3, steps=2, optimizer="muon"))
     for kind in ("model", "fused")[:1 + (name in FUSED)]:
