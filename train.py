@@ -164,9 +164,9 @@ def convert(name, text, kind):
     try:
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
-        if kind is int and re.fullmatch(r"[+-]?\d+", text):
+        if kind is int and re.fullmatch(r"[+-]?\d{1,19}", text):
             return int(text)
-        if kind is not str and (not math.isfinite(float(text)) or kind(float(text)) != float(text)):
+        if kind is not str and (not math.isfinite(float(text)) or kind(float(text)) != float(text) or kind is int and abs(float(text)) >= 2**63):
             raise ValueError
         return text if kind is str else kind(float(text))
     except (ValueError, KeyError):
@@ -218,7 +218,8 @@ def check(cfg):
               ("is not positive", lambda v: v > 0, "batch_tokens micro_batch eval_tokens log_every tokens_per_param eps"),
               ("is not between 0 and 1", lambda v: 0 <= v <= 1, "min_lr_frac warmup_frac"), ("is not in [0, 1)", lambda v: 0 <= v < 1, "beta1 beta2"),
               ("is negative", lambda v: v >= -1, "steps"), ("is not below 2**63", lambda v: v < 2**63, "seed"),
-              ("is empty", bool, "out_dir"), ("is not the name of one directory", lambda v: Path(v).name == v, "run_name")]
+              ("is empty", bool, "out_dir"), ("is not the name of one directory", lambda v: Path(v).name == v != "..", "run_name"),
+              ("is above 10,000", lambda v: v <= 10_000, "n_layer"), ("is above 1e9", lambda v: v <= 1e9, "tokens_per_param")]
     for wrong, right, names in ranges:
         for name in names.split():
             if not right(getattr(cfg, name)):
@@ -241,12 +242,17 @@ def settle(cfg, given, world_size=1):
     cfg.tokenizer = meta.get("tokenizer", "gpt2")
     if "vocab_size" not in given and meta:
         cfg.vocab_size = -(-meta["vocab_size"] // 64) * 64
-    skip = lambda tensor, *args, **kwargs: tensor # nothing to draw on meta
+    skip = lambda tensor, *args, **kwargs: tensor # nothing to draw on meta, and no table
+    no_table = mock.patch.object(load_module(find_models()[cfg.model][0]), "rotary_table", lambda T, D, base: (torch.empty(T, D // 2),) * 2, create=True)
     try:
-        with torch.device("meta"), mock.patch.multiple("torch.nn.init", kaiming_uniform_=skip, normal_=skip, trunc_normal_=skip):
+        with torch.device("meta"), no_table, mock.patch.multiple("torch.nn.init", kaiming_uniform_=skip, normal_=skip, trunc_normal_=skip):
             model = build_run(vars(cfg))
     except ValueError as e:
         fail(f"--{e}")
+    except (RuntimeError, TypeError) as e: # torch counts bytes in 63 bits
+        if "overflow" not in str(e).lower():
+            raise
+        fail(f"--model {cfg.model}: a tensor of these sizes is too large to exist ({str(e).splitlines()[0]})")
     vars(cfg).update(vars(model.config))
     if cfg.batch_tokens % (cfg.block_size * world_size):
         fail(f"--batch_tokens: {cfg.batch_tokens} is not a multiple of block_size {cfg.block_size} x {world_size} process{'es' * (world_size > 1)}")
@@ -301,6 +307,10 @@ def open_shard(path):
         fail(f"{path}: {size} bytes without a header are not 2-byte token ids")
     return np.dtype("<u2"), 0, size // 2
 
+def stamp(path):
+    # what changes with the bytes of a file
+    return path.stat().st_size, path.stat().st_mtime_ns
+
 class Loader:
     """Windows of one split ("train" or "val") of a data directory. Which windows a step sees depends on (seed, step) alone."""
 
@@ -313,7 +323,7 @@ class Loader:
             source = "stdlib" if Path(data).name == "stdlib" else "fineweb_edu"
             command = f"python prepare_fineweb.py --source {source} --out_dir {shlex.quote(str(data))}"
             fail(f"--data: no {split} shards in {Path(data).absolute()}; prepare them: {command}")
-        self.shards = [(path, *open_shard(path)) for path in paths]
+        self.shards, self.stamps = [(path, *open_shard(path)) for path in paths], {path: stamp(path) for path in paths}
         found = {path.name: n for path, _, _, n in self.shards}
         listed = {name: n for name, n in meta.get("tokens", found).items() if split in name}
         for name in sorted(found.keys() | listed.keys()):
@@ -352,8 +362,8 @@ class Loader:
             s = int(np.searchsorted(self.first, w, side="right")) - 1
             path, dtype, offset, _ = self.shards[s]
             ids = np.fromfile(path, dtype, self.T + 1, offset=offset + (w - int(self.first[s])) * self.T * dtype.itemsize)
-            if len(ids) <= self.T:
-                fail(f"{path}: ends before window {w}; the file changed during the run")
+            if len(ids) <= self.T or stamp(path) != self.stamps[path]:
+                fail(f"{path}: the file changed during the run; the last checkpoint is untouched")
             row[:] = ids
         rows = torch.from_numpy(rows)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -463,6 +473,9 @@ def status_of(cfg):
 def status_or_refuse(cfg, run):
     # the exit status of a run that has ended, None of one to begin or to resume; ends the program where the directory holds what it should not
     status, old = status_of(cfg), read_json(run / "config.json")
+    if not old and (run / "ckpt.pt").exists(): # lost or damaged: the checkpoint has a copy
+        old = read_checkpoint(run)["config"]
+        status = "unfinished"
     if status in ("finished", "diverged"):
         print(f"already {status}: {run}")
         return 0 if status == "finished" else 3
@@ -491,8 +504,8 @@ def write_config(cfg, run):
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=HERE, capture_output=True, text=True) # a shell, for a machine without git
     cfg.versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__)
     cfg.commit, cfg.command = git.stdout.strip(), shlex.join(sys.argv)
+    (run / "result.json").unlink(missing_ok=True) # of a shorter schedule; first, or a kill in between would leave a result that is not of this config
     write_json(run / "config.json", vars(cfg))
-    (run / "result.json").unlink(missing_ok=True) # a longer schedule than the finished one
 
 def save(run, cfg, model, optimizers, step, seconds):
     ckpt = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step, seconds=seconds,
@@ -506,8 +519,8 @@ def read_checkpoint(path, parts=("model", "config")):
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True) # never runs code from the file
         missing = [part for part in parts if part not in ckpt]
-        if missing:
-            raise ValueError(f"without {', '.join(missing)}")
+        if missing or not isinstance(ckpt["config"], dict):
+            raise ValueError(f"without {', '.join(missing or ['a config'])}")
         ckpt["model"] = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in ckpt["model"].items()}
     except Exception as e:
         fail(f"{path}: is not a checkpoint of train.py ({type(e).__name__}: {' '.join(str(e).split())[:200]})")
@@ -517,7 +530,7 @@ def load_checkpoint(path):
     """(model, checkpoint) of a run directory or a ckpt.pt: weights in place, on the CPU, in eval mode; checkpoint["config"] is the run's config."""
     ckpt = read_checkpoint(path)
     name = ckpt["config"].get("model")
-    if name not in find_models():
+    if not isinstance(name, str) or name not in find_models():
         fail(f"{path}: its model {name!r} is in no model_*.py here")
     try:
         model = build_run(ckpt["config"])
@@ -526,6 +539,13 @@ def load_checkpoint(path):
         fail(f"{path}: does not fit model {name} ({' '.join(str(e).split())[:200]})")
     return model.eval(), ckpt
 
+def own_tokenizer(ckpt):
+    # the tokenizer that a checkpoint names; a file that it names may be anyone's, so it is not opened unless the user names it
+    name = ckpt["config"].get("tokenizer", "gpt2")
+    if not isinstance(name, str) or name.startswith("neox:"):
+        fail(f"--tokenizer: the checkpoint says {name}; if that is a file of yours, give it: --tokenizer {shlex.quote(str(name))}")
+    return name
+
 def resume(run, cfg, model, optimizers, rank):
     # checkpoint of the run into model and optimizers -> (step, seconds); the log is cut there, what the lost steps had logged will be logged again
     step, seconds, path, log = 0, 0.0, run / "ckpt.pt", run / "log.jsonl"
@@ -533,6 +553,8 @@ def resume(run, cfg, model, optimizers, rank):
     if path.exists():
         ckpt = read_checkpoint(path, ("model", "config", "optimizers", "step", "seconds", "rng"))
         step, seconds = ckpt["step"], ckpt["seconds"]
+        if not isinstance(step, int) or step < 0 or not isinstance(seconds, float):
+            fail(f"{path}: is not a checkpoint of train.py (step {step!r}, seconds {seconds!r})")
         notes = [f"{k} {now} (was {was})" for k, (was, now) in differences(cfg, ckpt["config"]).items()]
         if step > cfg.steps:
             fail(f"--steps: {cfg.steps} is less than the {step} that the checkpoint has behind it")
@@ -548,7 +570,7 @@ def resume(run, cfg, model, optimizers, rank):
     if rank == 0:
         print("".join(f"resume: {note}\n" for note in notes), end="")
         lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-        kept = [x for x in lines if (m := re.match(rb'\{"step": (\d+)', x)) and int(m[1]) < step + (b'"loss"' in x) and x.endswith(b"\n")]
+        kept = [x for x in lines if (m := re.match(rb'\{"step": (\d{1,18}),', x)) and int(m[1]) < step + (b'"loss"' in x) and x.endswith(b"\n")]
         write_atomic(log, lambda f: f.writelines(kept))
     return step, seconds
 
@@ -699,11 +721,11 @@ def train(cfg, run, model, data, val, rank, world, caught):
                 loss.backward()
             total[0] += loss.detach() / world
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
-        total[1] = len(caught)
+        total += torch.stack((norm - norm, norm.new_tensor(len(caught)))) # nan where the norm is not finite
         if world > 1:
             dist.all_reduce(total) # every process sees the same loss and the same wish to stop
         loss, stop = total.tolist()
-        if not math.isfinite(loss) or not math.isfinite(norm.item()):
+        if not math.isfinite(loss):
             status = "diverged"
             break
         lr = lr_at(step, cfg, cfg.learning_rate)
@@ -712,7 +734,7 @@ def train(cfg, run, model, data, val, rank, world, caught):
                 group["lr"] = lr_at(step, cfg, group["peak"])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        step, took = step + 1, time.perf_counter() - start
+        step, took = step + 1, max(time.perf_counter() - start, 1e-9)
         seconds += took
         bar.update()
         if rank == 0 and (step % cfg.log_every == 0 or step == cfg.steps):
@@ -805,8 +827,12 @@ def main(argv=None):
         with lock:
             return train(cfg, run, model, data, val, rank, world, caught)
     except OSError as e:
-        fail(f"{e.filename or cfg.run_name}: {e.strerror or e}")
+        if not e.filename: # a full disk, or a pipe whose reader has gone: nothing more goes there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        fail(f"{e.filename or f'stdout or the log of {cfg.run_name}'}: {e.strerror or e}")
     except RuntimeError as e:
+        if world > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e)):
+            fail("another process of this run has ended, see its own message; the last checkpoint is untouched, --resume continues")
         if cfg.compile and type(e).__module__.startswith("torch._"):
             fail(f"--compile: {str(e).splitlines()[0]}; use --no-compile")
         raise
