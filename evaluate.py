@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from prepare_fineweb import get_tokenizer, load_dataset
-from train import fail, load_checkpoint
+from train import fail, load_checkpoint, own_tokenizer
 
 # -----------------------------------------------------------------------------
 # Tasks: a row of the data set -> (prompt, target), or (prompt, choices, index of the right one)
@@ -88,6 +88,8 @@ def read_task(task):
                 examples.append((r["prompt"], targets, range(len(targets))[r["answer"]]) if "choices" in r else (r["prompt"], *targets))
                 if len(examples[-1]) != len(examples[0]):
                     raise ValueError("unlike the lines before it")
+    except UnicodeDecodeError as e:
+        fail(f"{task}: is not UTF-8 ({e.reason} at byte {e.start})")
     except OSError as e:
         fail(f"--task: {task} is neither a file ({e.strerror}) nor one of {', '.join(TASKS)}")
     except (ValueError, KeyError, TypeError, IndexError) as e:
@@ -150,6 +152,7 @@ def main(argv=None):
     p.add_argument("--task", default="all", help=f"names and JSONL files, with commas between: {', '.join(TASKS)}; all")
     p.add_argument("--batch_size", type=int, default=8, help="sequences per pass")
     p.add_argument("--limit", type=int, default=0, help="examples per task, 0: all")
+    p.add_argument("--tokenizer", default="", help="default: the checkpoint's")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", default="", help="also write the JSON to this file")
     args = p.parse_args(argv)
@@ -163,7 +166,7 @@ def main(argv=None):
     results = {}
     for run in args.runs:
         model, ckpt = load_checkpoint(run)
-        enc = get_tokenizer(ckpt["config"].get("tokenizer", "gpt2"))
+        enc = get_tokenizer(args.tokenizer or own_tokenizer(ckpt))
         if enc.n_vocab > model.config.vocab_size:
             fail(f"{run}: its vocabulary of {model.config.vocab_size} is too small for its tokenizer {enc.name} of {enc.n_vocab}")
         amp = ckpt["config"].get("dtype") == "bfloat16" # as it was trained
@@ -171,7 +174,7 @@ def main(argv=None):
         for name, pair in CATEGORIES.items():
             if all(t in scores for t in pair):
                 scores[name] = {"nats_per_token": sum(scores[t]["nats_per_token"] for t in pair) / 2}
-        results[run] = {"tokenizer": ckpt["config"].get("tokenizer", "gpt2"), "step": ckpt.get("step"), **scores}
+        results[run] = {"tokenizer": args.tokenizer or own_tokenizer(ckpt), "step": ckpt.get("step"), **scores}
     text = json.dumps(results, indent=1)
     print(text)
     if args.out:

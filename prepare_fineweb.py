@@ -83,7 +83,7 @@ def get_tokenizer(name):
     except requests.RequestException as e:
         fail(f"--tokenizer: {name} cannot be downloaded; with a network run TIKTOKEN_CACHE_DIR=tok python -c \"import tiktoken; tiktoken.get_encoding('{name}')\", "
              f"bring tok here (it keeps {e.request.url} as {hashlib.sha1(e.request.url.encode()).hexdigest()}) and set TIKTOKEN_CACHE_DIR to it")
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         fail(f"--tokenizer: {name}: {type(e).__name__} {str(e).splitlines()[0]}; known: bytes, neox:<tokenizer.json>, {', '.join(tiktoken.list_encoding_names())}")
 
 def encode(enc, text, first, dtype):
@@ -170,10 +170,16 @@ def encoded(rows, enc, dtype, workers):
 def earlier(out, settings):
     # meta.json as of the last whole shard of an earlier run in out, or a fresh one
     fresh = {**settings, "complete": False, "place": 0, "read": 0, "documents": 0, "skipped": {}, "tokens": {}}
-    meta = json.loads((out / "meta.json").read_text(encoding="utf-8")) if (out / "meta.json").exists() else fresh
-    if len(meta.get("tokens", ())) < 2: # no training shard yet
+    try:
+        meta = json.loads((out / "meta.json").read_text(encoding="utf-8")) if (out / "meta.json").exists() else fresh
+        kinds = dict(complete=bool, read=(int, float), documents=int, skipped=dict, tokens=dict)
+        right = fresh.keys() <= meta.keys() and all(isinstance(meta[k], kind) for k, kind in kinds.items())
+        right = right and all(isinstance(n, int) for n in (*meta["skipped"].values(), *meta["tokens"].values())) and all(re.fullmatch(r"\w+\.bin", f) for f in meta["tokens"])
+        sizes = {f: 1024 + n * np.dtype(meta["dtype"]).itemsize for f, n in meta["tokens"].items()} if right else fail(f"{out / 'meta.json'}: is not from this program; delete {out} or choose another --out_dir")
+    except (ValueError, TypeError, AttributeError):
+        fail(f"{out / 'meta.json'}: cannot be read; delete {out} or choose another --out_dir")
+    if len(sizes) < 2: # no training shard yet
         return fresh
-    sizes = {f: 1024 + n * np.dtype(meta["dtype"]).itemsize for f, n in meta["tokens"].items()}
     wrong = [f"was prepared with {k} {meta[k]}, not {v}" for k, v in settings.items() if meta[k] != v]
     wrong += [f"lacks {f} of {n:,} bytes" for f, n in sizes.items() if not (out / f).is_file() or (out / f).stat().st_size != n]
     return fail(f"--out_dir: {out} {wrong[0]}; choose another or delete it") if wrong else meta

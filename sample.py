@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from prepare_fineweb import get_tokenizer
-from train import fail, load_checkpoint
+from train import fail, load_checkpoint, own_tokenizer
 
 @torch.no_grad()
 def generate(model, enc, ids, max_new_tokens, temperature=1.0, top_k=0, generator=None):
@@ -51,7 +51,7 @@ def main(argv=None):
         if not getattr(args, name) >= 0:
             fail(f"--{name}: {getattr(args, name)} is negative")
     model, ckpt = load_checkpoint(args.run)
-    enc = get_tokenizer(args.tokenizer or ckpt["config"].get("tokenizer", "gpt2"))
+    enc = get_tokenizer(args.tokenizer or own_tokenizer(ckpt))
     if enc.n_vocab > model.config.vocab_size:
         fail(f"--tokenizer: {enc.name} has {enc.n_vocab} tokens, the model {model.config.vocab_size}")
     try:

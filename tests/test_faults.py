@@ -13,6 +13,9 @@ import torch
 from ddp_worker import argv, make_data
 from faults import ckpt, one_fault, same_end, warm
 
+import evaluate
+import prepare_fineweb
+import sample
 import train
 
 @pytest.fixture(autouse=True, scope="module")
@@ -110,6 +113,45 @@ def test_parts_of_another_kind(part, value, flags, tmp_path, capsys, monkeypatch
         assert "preln" in capsys.readouterr().err
     else:
         refused(capsys, flags(resume=True), "ckpt.pt", part if part in ("step", "seconds") else "does not fit")
+
+# -----------------------------------------------------------------------------
+# What files say about other files is not followed
+
+def one_line(capsys, main, *args):
+    with pytest.raises(SystemExit) as e:
+        main([str(a) for a in args])
+    err = capsys.readouterr().err
+    assert e.value.code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+def test_a_file_that_a_checkpoint_names(flags, tmp_path, capsys, monkeypatch):
+    train.main(flags(steps=1, vocab_size=320))
+    saved, secret = ckpt(tmp_path / "r"), tmp_path / "secret.json"
+    secret.write_text('{"normalizer": {"type": "secret"}}')
+    saved["config"].update(tokenizer=f"neox:{secret}", data="/", out_dir=str(tmp_path / "elsewhere"), run_name="../../r")
+    torch.save(saved, tmp_path / "r" / "ckpt.pt")
+    (tmp_path / "t.jsonl").write_text('{"prompt": "a", "target": "b"}')
+    read = []
+    monkeypatch.setattr(prepare_fineweb, "neox", read.append)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert f"--tokenizer neox:{secret}" in one_line(capsys, sample.main, tmp_path / "r") and "--tokenizer" in one_line(capsys, evaluate.main, tmp_path / "r", "--task", tmp_path / "t.jsonl")
+    assert not read and before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(AttributeError):
+        sample.main([str(tmp_path / "r"), "--tokenizer", f"neox:{secret}"]) # named by the user: opened
+    assert read == [str(secret)]
+
+@pytest.mark.parametrize("change", [dict(tokens={"../val.bin": 4, "/etc/passwd": 4}), dict(tokens=[1]), dict(skipped={"x": "y"}), dict(dtype="x"), dict(documents=None), "cut", b"\xff"])
+def test_meta_of_another(change, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("line\n" * 900)
+    args = ["--source", tmp_path / "a.txt", "--tokenizer", "bytes", "--out_dir", tmp_path / "d"]
+    prepare_fineweb.main([str(a) for a in args])
+    meta = tmp_path / "d" / "meta.json"
+    text = json.dumps({**json.loads(meta.read_text()), **change}).encode() if isinstance(change, dict) else change if isinstance(change, bytes) else meta.read_bytes()[:50]
+    meta.write_bytes(text)
+    assert "meta.json" in one_line(capsys, prepare_fineweb.main, *args) and meta.read_bytes() == text
+    if change == dict(tokens=[1]):
+        assert "meta.json" in one_line(capsys, train.main, *argv(data=tmp_path / "d", vocab_size=None))
 
 # -----------------------------------------------------------------------------
 # Faults in mid-run: one line, exit status 1, and the same end after --resume (the others: tests/faults.py matrix)
