@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 import analyze
 import train
+from figures import FIGURES, draw
 
-ARGS = SimpleNamespace(seed=0, thresholds=[0.45, 0.15], pattern=r"h\.\d+\.norm_\w+\.weight", seq_len=8, batch=2, samples=0, task=None, tokenizer="bytes")
+ARGS = SimpleNamespace(seed=0, dims=[0, 3], pattern=r"h\.\d+\.norm_\w+\.weight", seq_len=8, batch=2, samples=0, task=None, tokenizer="bytes")
 NAMES = sorted(train.find_models())
 L, V, B, T = 4, 32, 2, 6
 X = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))
@@ -375,12 +376,12 @@ def test_block_mix():
 def test_gates(name, beta):
     model = make(name, n_layer=12, randomise=False)
     got = run("gates", model)
-    assert len(got["largest"]) == 21 and np.allclose(got["largest"], beta, atol=1e-4) and np.allclose(list(got["mean"].values()), beta, atol=1e-4)
+    assert len(got["largest"]) == 21 and np.allclose(got["largest"], beta, atol=1e-4) and np.allclose(got["mean"], beta, atol=1e-4)
     assert np.allclose(got["below_tenth"], 1) and np.array(got["distribution"])[int(beta * 100)].min() > 0.99
     model = make(name)
     beta = analyze.returned(model, X)[model.h[3].mgr_mlp][1]
     got = run("gates", model)
-    assert got["mean"]["stream 2"][-1] == pytest.approx(beta[..., 2].mean().item()) and got["largest"][-1] == pytest.approx(beta.max().item())
+    assert got["mean"][2][-1] == pytest.approx(beta[..., 2].mean().item()) and got["largest"][-1] == pytest.approx(beta.max().item())
     assert np.allclose(np.sum(got["distribution"], axis=0), 1)
     with pytest.raises(analyze.Unfit):
         run("gates", make("moda"))
@@ -388,16 +389,39 @@ def test_gates(name, beta):
 # -----------------------------------------------------------------------------
 # Activations, gradients, weights, cost
 
+@pytest.mark.parametrize("name", ["hc", "mhc", "mgr"])
+def test_streams(name):
+    # literally: the streams of the state after l blocks, one by one
+    model = make(name)
+    settle = train.sys.modules[type(model).__module__].settle
+    X_l = [settle(*state) for _, state in analyze.states(model, X)][:L + (name == "mgr")] # (B, T, S, C); HC reads no streams at the end
+    got = run("streams", model)
+    assert np.shape(got["largest"]) == (4, 2 * L + (name == "mgr"))
+    for i in range(4):
+        for l in range(len(X_l)):
+            if X_l[l].size(2) <= i: # not appended yet
+                assert got["largest"][i][2 * l] is None and got["distance"][i][0][l] is None
+                continue
+            assert got["largest"][i][2 * l] == pytest.approx(X_l[l][:, :, i].abs().max().item())
+            for n in range(1, len(X_l) - l):
+                want = (F.cosine_similarity(X_l[l][:, :, i], X_l[l + n][:, :, i], dim=-1).clamp(-1, 1).acos() / math.pi).mean().item()
+                assert got["distance"][i][n - 1][l] == pytest.approx(want, abs=1e-6)
+    for name in ("preln", "attnres", "moda"):
+        with pytest.raises(analyze.Unfit):
+            run("streams", make(name))
+
 @pytest.mark.parametrize("name", ["preln", "hc", "moda"])
 def test_activations(name):
     model = make(name)
     z = [model.hidden(state, l) for l, state in analyze.states(model, X)]
-    got = run("activations", model)
-    assert np.allclose(got["variance"], [v[:, 1:].var(correction=0).item() for v in z])
+    got = {**run("variance", model), **run("massive", model)}
+    assert np.allclose(got["variance"], [np.mean([w[1:].var(correction=0).item() for w in v]) for v in z]) # by window
     assert np.allclose(got["norm"], [v.norm(dim=-1).mean().item() for v in z])
     for i in range(3):
-        assert np.allclose(got["hidden"][f"top {i + 1}"], [v.abs().flatten().sort(descending=True).values[i].item() for v in z])
-    assert len(got["attn"]["top 1"]) == len(got["mlp"]["top 3"]) == L
+        assert np.allclose(got["largest_hidden"][i], [v.abs().flatten().sort(descending=True).values[i].item() for v in z])
+    out = analyze.returned(model, X, r"mlp$")[model.h[2].mlp]
+    out = (out[0] if isinstance(out, tuple) else out).abs().flatten().sort(descending=True).values
+    assert np.allclose([v[2] for v in got["largest_mlp"]], out[:3]) and len(got["largest_attn"][0]) == L
 
 def test_grads():
     model = make("preln")
@@ -434,14 +458,25 @@ def test_norms(tmp_path):
     path = tmp_path / "some.safetensors"
     path.write_bytes(struct.pack("<Q", len(head)) + head + raw)
     pattern = r"layers\.\d+\.norm\.weight"
-    got = json.loads(analyze.as_json(analyze.norms(analyze.read_tensors(path, pattern), [], SimpleNamespace(pattern=pattern))))
+    got = json.loads(analyze.as_json(analyze.norms(analyze.read_tensors(path, pattern), [], SimpleNamespace(pattern=pattern, dims=[7, 9]))))
     site = "model.layers.*.norm.weight"
     assert got["explained"][site] > 0.99 and got["arc"][site] == pytest.approx(315, abs=2)
     assert np.allclose(np.abs(np.diff(got["angle"][site])), 45, atol=2) and got["mean"][site][3] == pytest.approx(ring[3].mean().item(), abs=0.01)
     keel = run("norms", dict(make("keel").state_dict()))
     assert keel["mean"]["h.*.norm_attn_out.weight"][0] is None and len(keel["angle"]["h.*.norm_attn_out.weight"]) == L
+    assert np.shape(got["dimensions"][site]) == (2, 8) and got["dimensions"][site][1][3] == pytest.approx(ring[3, 8].item(), abs=0.02)
     with pytest.raises(analyze.Unfit):
         run("norms", dict(make("layerrope").state_dict()))
+
+def test_gains_in_effect():
+    # what really multiplies a normed input of ones: LNS's factor, LayerRoPE's depth, Sandwich's own gain
+    lns, sandwich, depth = (run("norms", analyze.gains(make(name))) for name in ("lns", "sandwich", "layerrope"))
+    gain = lambda model, l: model.h[l].norm_mlp.weight * getattr(model.h[l], "scale", 1.0)
+    for got, model in ((lns, make("lns")), (sandwich, make("sandwich"))):
+        assert got["ratio"]["h.*.norm_mlp.weight"][3] == pytest.approx((gain(model, 3).norm() / gain(model, 0).norm()).item(), rel=1e-6)
+        assert got["dimensions"]["h.*.norm_mlp.weight"][2][3] == pytest.approx(gain(model, 3)[2].item(), rel=1e-6)
+    model = make("layerrope")
+    assert np.allclose(depth["ratio"]["h.*.norm_attn_out.weight"], np.arange(1, L + 1) ** model.depth["attn_out"].beta.item())
 
 def test_cost():
     model = make("preln")
@@ -471,15 +506,39 @@ def ckpts(tmp_path_factory):
         return root, [str(checkpoint(root / n, n, **fields)) for n, fields in dict(preln={}, hc={}, attnres_block=dict(source_block=3), mgr={}, layerrope={}).items()]
 
 def test_all(ckpts, capsys):
+    # every measure of two checkpoints side by side, and those that neither of the two allows of one that does
     root, paths = ckpts
-    assert analyze.main(["all", *paths[1:], "--out_dir", str(root / "out"), "--samples", "3", "--batch", "2", "--seq_len", "8"]) == 0
-    for name, (_, windows, *panels) in analyze.MEASURES.items():
+    flags = ["--out_dir", str(root / "out"), "--samples", "3", "--batch", "2", "--seq_len", "8"]
+    assert analyze.main(["all", paths[1], paths[3], *flags]) == 0
+    assert analyze.main(["block_mix", paths[2], *flags]) == analyze.main(["schedule", paths[4], *flags]) == 0
+    for name, (_, windows) in analyze.MEASURES.items():
         if windows is None:
             continue
         assert (root / "out" / f"{name}.png").stat().st_size > 5000
         got = json.loads((root / "out" / f"{name}.json").read_text(), parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
-        assert got["measure"] == name and got["settings"]["seq_len"] == 8 and all(k in r for r in got["runs"] for _, k, *_ in panels if k != "accuracy_change")
+        assert got["measure"] == name and got["settings"]["seq_len"] == 8
+        assert all(k in r for r in got["runs"] for _, k, *_ in FIGURES[name][1] if k != "accuracy_change")
         assert not windows or all(r["samples"] == 3 for r in got["runs"])
+
+def test_figure(tmp_path):
+    # what a reader sees: titles, labels, one scale for all maps, bars, crosses, one legend entry for each line
+    panels = [("map", "m", "score", "x of map", "y of map", (0, 1)), ("line logy by part", "v", "name", "x of line", "y of line", 2),
+              ("line logx flip", "u", "", "d/L", "loss", "at")]
+    runs = [dict(model=m, label=f"{m} {i}", m=[[0, s], [None, 2 * s]], v=[[1, 2], [3, 4]], u=[5, 6], u_error=[1, 1], at=[4, 8], lost=[16])
+            for i, (m, s) in enumerate((("preln", 1), ("mine", 2), ("preln", 3)))]
+    fig = draw("whole", panels, runs)
+    fig.draw_without_rendering()
+    axes = {ax.get_xlabel(): ax for ax in fig.axes}
+    assert fig.get_suptitle() == "whole" and {ax.get_title() for ax in fig.axes} >= {"preln 0", "mine 1", "preln 2", "name"}
+    scales = {(im.norm.vmin, im.norm.vmax) for ax in fig.axes for im in ax.images}
+    assert len(scales) == 1 and min(scales)[0] == 0 and 5 < min(scales)[1] <= 6 and axes["x of map"].images[0].get_extent() == [-0.5, 1.5, 0.5, 2.5]
+    lines = [line for line in axes["x of line"].lines if len(line.get_xdata()) == 2 and line.get_linestyle() != "None"]
+    assert [list(line.get_xdata()) for line in lines] == [[2, 3]] * 6 and axes["x of line"].get_yscale() == "log"
+    style = lambda line: (line.get_color(), line.get_linestyle(), line.get_marker())
+    assert len({style(line) for line in lines}) == 5 # two parts of three runs; the second part of the first preln shares the dash of the second's first
+    assert {t.get_text() for t in fig.legends[0].get_texts()} >= {f"{r['label']} part {i}" for r in runs for i in (1, 2)} | {r["label"] for r in runs}
+    crosses = [line for line in axes["d/L"].lines if line.get_marker() == "x"]
+    assert len(crosses) == 3 and list(crosses[0].get_xdata()) == [16] and axes["d/L"].xaxis_inverted()
 
 def test_wrong_kind(ckpts, capsys):
     root, paths = ckpts
@@ -508,7 +567,7 @@ def test_table_of_imperfect_runs(tmp_path, capsys):
             write_run(tmp_path, "a4", math.nan, learning_rate=4e-3), # finished with nan
             write_run(tmp_path, "a5", 1.0, learning_rate=8e-3, seed=1), write_run(tmp_path, "a6", None, "diverged", learning_rate=8e-3, seed=2), # one seed lost
             write_run(tmp_path, "b1", None, "diverged", model="deepnorm"),
-            write_run(tmp_path, "c1", 0, "incomplete", model="keel", log=b'{"step": 3, "loss": nan, "tokens": 1.2e+03}\r\nwarning: x\r\n{"step": 4, "val_loss": -inf, "tokens": 1e05}\r\n{"step": 5, "lo'),
+            write_run(tmp_path, "c1", 0, "incomplete", model="keel", log=b'{"step": 3, "loss": NaN, "tokens": 1.2e+03}\r\nwarning: x\r\n{"step": 4, "val_loss": -Infinity, "tokens": 1e05}\r\n{"step": 5, "lo'),
             write_run(tmp_path, "d1", 0, "incomplete", model="hc", n_streams=4, log=b""),
             write_run(tmp_path, "e1", 3.0, model="hc", n_layer=8, n_embd=48, n_streams=4, log=b'{"step": 1, "val_loss": 3.0, "tokens": 5}\n'),
             write_run(tmp_path, "f1", 2.9, model="hc", n_layer=8, n_embd=48, n_streams=2), write_run(tmp_path, "g1", 3.1, model="mine"), str(tmp_path / "absent")]
@@ -535,6 +594,6 @@ def test_lr_sensitivity(tmp_path, capsys):
     assert analyze.main(["lr", *runs, "--out_dir", str(tmp_path / "out")]) == 0
     preln, hc = json.loads((tmp_path / "out" / "lr.json").read_text())["runs"]
     assert preln["shared"] == hc["shared"] == [1e-3, 2e-3, 8e-3]
-    assert preln["sensitivity"] == pytest.approx((1 + 0 + cap - 2) / 3) and preln["sensitivity_own"] == pytest.approx((1 + 0 + 2 + cap - 2) / 4)
+    assert preln["sensitivity"] == pytest.approx((1 + 0 + cap - 2) / 3) and preln["label"].startswith("preln (S = ")
     assert hc["sensitivity"] == pytest.approx((1 + 0 + cap - 1.5) / 3) # a loss above uniform counts as uniform
     assert preln["stable"] == 2e-3 and preln["lost"] == [8e-3] and preln["best"] == 2e-3 and hc["stable"] == 2e-3
