@@ -181,10 +181,11 @@ FIGURES = { # measure: (title, panels); a panel as draw() has it
         ("line logx flip", "peak_bytes", "", "width / depth", "peak memory (bytes)", "ratio"),
         ("line logx flip", "seconds", "", "width / depth", "time (s)", "ratio")])}
 
-def parts(run, kind, key): # [(label, numbers)] of one run, which may hold several by name or by number
+def parts(run, kind, key): # [(label, numbers)] of one run, which may hold several by name or by number; over a map the name has its own line
     values, word = run[key], kind.partition(" by ")[2]
     named = values.items() if isinstance(values, dict) else [(f"{word} {i}", v) for i, v in enumerate(values, 1)] if word else [("", values)]
-    return [(f"{run['label']} {name}".strip(), np.array(v, float)) for name, v in named]
+    gap = "\n" if kind.startswith("map") else " "
+    return [(f"{run['label']}{gap}{name}".strip(), np.array(v, float)) for name, v in named]
 
 def draw_lines(ax, panel, runs):
     kind, key, _, _, _, first = panel
