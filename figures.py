@@ -17,7 +17,7 @@ COLORS = { # one colour per architecture in every figure, and the order of table
     "preln": "#000000", "postln": "#7f7f7f", "sandwich": "#8c564b", "lns": "#c49c94", "deepnorm": "#b5a642", "keel": "#6b6b00",
     "hc": "#d55e00", "hc_static": "#f2a679", "mhc": "#e69f00", "mhc_lite": "#f5d28a", "attnres": "#0072b2", "attnres_block": "#56b4e9",
     "moda": "#009e73", "moda_postln": "#80cfb9", "layerrope": "#7a3fb0", "layerrope_peri": "#bfa0de", "mgr": "#cc79a7", "mgr_independent": "#e8c3d7"}
-MARKERS = "osD^v<>XPpdhH*.1234" # and one marker, in the same order: nothing hangs on colour alone
+MARKERS = "osD^v<>>PPdhXX**pp8" # and a marker for each family, in the same order: nothing hangs on colour alone
 
 # -----------------------------------------------------------------------------
 # Runs: what training left in out/<run>, whatever state it is in
@@ -102,18 +102,20 @@ def shapes(runs, args):
         yield dict(label=label, model=line[0]["model"], lost=[e["x"] for e in line if e["rates"] and not e["n"]], **columns)
 
 def lr(runs, args):
-    # LR sensitivity S (LayerRoPE, Table 9): the mean of min(L(rate), ln V) - min L over the rates that all sweeps of one shape share, a diverged
-    # run counting as ln V. Stable: at most one nat above the best
-    es = [e for e in experiments(runs) if e["rates"]]
+    # LR sensitivity S (LayerRoPE, Table 9): the mean of min(L(rate), ln V) - min L over the rates that all sweeps of one shape share, where that
+    # is more than one; a diverged run counts as ln V. Stable: at most one nat above the best
+    es, out = [e for e in experiments(runs) if e["rates"]], []
     for e in es:
         rates, cap, least = e["rates"], math.log(e["runs"][0]["vocab_size"]), e["rates"][e["best"]]["mean"] if e["best"] else math.nan
         shared = sorted(set.intersection(*(set(f["rates"]) for f in es if f is e or f["panel"] == e["panel"] and len(f["rates"]) > 1)))
         excess = [np.mean([min(run["val_loss"], cap) if run["status"] == "finished" else cap for run in rates[r]["runs"]]) - least for r in shared]
-        S = np.mean(excess).item() if excess else math.nan
-        yield dict(model=e["model"], panel=e["panel"], label=e["label"] + f" (S = {S:.3f})" * math.isfinite(S), x=list(rates),
-                   loss=[r["mean"] for r in rates.values()], loss_error=[r["std"] for r in rates.values()],
-                   lost=[r for r in rates if not math.isfinite(rates[r]["mean"])], best=e["best"], least=least, uniform=cap, shared=shared,
-                   sensitivity=S, stable=max((r for r in rates if rates[r]["mean"] <= least + 1), default=None))
+        out.append(dict({k: e[k] for k in ("label", "panel", "model", "best")}, x=list(rates), loss=[r["mean"] for r in rates.values()],
+                        loss_error=[r["std"] for r in rates.values()], lost=[r for r in rates if not math.isfinite(rates[r]["mean"])],
+                        least=least, uniform=cap, shared=shared, sensitivity=np.mean(excess).item() if len(shared) > 1 else math.nan,
+                        stable=max((r for r in rates if rates[r]["mean"] <= least + 1), default=None)))
+    markdown(["model", "shape", "best rate", "loss", "largest stable rate", "LR sensitivity", "over rates"], [[s["label"], s["panel"], s["best"],
+             f"{s['least']:.4f}", s["stable"], f"{s['sensitivity']:.4f}", " ".join(f"{r:g}" for r in s["shared"])] for s in out])
+    return out
 
 # -----------------------------------------------------------------------------
 # Drawing
@@ -126,7 +128,7 @@ FIGURES = { # measure: (title, panels); a panel as draw() has it
         ("line", "val_loss", "validation", "tokens", LOSS, "val_losstokens")]),
     "shapes": ("Validation loss at the best learning rate (bars: seeds; x: diverged)", [
         ("line logx flip", "loss", "", "width / depth, from wide to deep", LOSS, "x")]),
-    "lr": ("Validation loss over the learning rate (bars: seeds; x: diverged; S: sensitivity)", [
+    "lr": ("Validation loss over the learning rate (bars: seeds; x: diverged)", [
         ("line logx", "loss", "", "peak learning rate", LOSS, "x")]),
     "angular": ("Angle between the states after l and after l + n blocks (0: same direction, 0.5: orthogonal)", [
         ("map", "distance", ANGLE, "l", "n", (0, 1)),
@@ -233,7 +235,7 @@ def draw(title, panels, runs):
     blocks = [block for block in blocks if block]
     columns = min(4, max(map(len, blocks)))
     rows = [-(-len(block) // columns) for block in blocks]
-    fig = Figure(figsize=(max(8, 4 * columns), 3.4 * sum(rows) + 1), layout="constrained")
+    fig = Figure(figsize=(max(8, 4 * columns), 3.4 * sum(rows)), layout="constrained")
     fig.suptitle(title, fontsize=14)
     for part, block, n in zip(np.ravel(fig.subfigures(len(blocks), 1, squeeze=False, height_ratios=rows)), blocks, rows):
         axes, image = part.subplots(n, min(columns, len(block)), squeeze=False).ravel(), None
@@ -248,6 +250,7 @@ def draw(title, panels, runs):
         if image:
             part.colorbar(image, ax=list(axes[:len(block)]), label=block[0][0][2], extend="max")
     handles = {label: h for ax in fig.axes for h, label in zip(*ax.get_legend_handles_labels())}
+    fig.set_figheight(fig.get_figheight() + 0.7 + 0.2 * -(-len(handles) // 4)) # room for title and legend
     if handles:
         fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
     return fig
