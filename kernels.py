@@ -47,13 +47,30 @@ def hc_coefficients(z, base, scale): # z (R, N, N+2), columns: read, what goes t
     v = base + scale * torch.tanh(z) # (R, N, N+2)
     return v[..., 0], v[..., 1:-1].mT, v[..., -1]
 
+class Sinkhorn(torch.autograd.Function):
+    # M_t = M_{t-1} / S_t, S_t: sums of the columns where t is odd, of the rows where it is even: dM_{t-1} = (dM_t - <dM_t, M_t>) / S_t
+
+    @staticmethod
+    def forward(ctx, M, steps):
+        ctx.steps = []
+        for t in range(1, steps + 1):
+            S = M.sum(dim=1 - t % 2, keepdim=True).add_(1e-6)
+            M = M / S # (N, N, R)
+            ctx.steps.append((M, S, 1 - t % 2))
+        return M
+
+    @staticmethod
+    def backward(ctx, dM):
+        dM = dM.clone(memory_format=torch.contiguous_format)
+        for M, S, dim in reversed(ctx.steps):
+            dM.sub_((dM * M).sum(dim=dim, keepdim=True)).div_(S)
+        return dM, None
+
 def mhc_coefficients(z, b, alpha, P, n, iters): # z (R, 1, M)
     pre, post, res = (a * z + b for a, z, b in zip(alpha, z[:, 0].tensor_split((n, 2 * n), dim=-1), b.tensor_split((n, 2 * n))))
     if iters == 0: # mHC-lite
         return pre.sigmoid(), (res.softmax(dim=-1) @ P).unflatten(-1, (n, n)), 2 * post.sigmoid()
-    M = res.T.unflatten(0, (n, n)).softmax(dim=1) + 1e-6 # (N, N, R) with the tokens innermost
-    for i in range(1, 2 * iters):
-        M = M / (M.sum(dim=1 - i % 2, keepdim=True) + 1e-6)
+    M = Sinkhorn.apply(res.T.unflatten(0, (n, n)).softmax(dim=1) + 1e-6, 2 * iters - 1) # (N, N, R) with the tokens innermost
     return pre.sigmoid(), M.permute(2, 0, 1), 2 * post.sigmoid()
 
 def mgr_coefficients(z, base, c_0, competitive): # z (R, N, 2), columns: read, gate
@@ -432,40 +449,62 @@ def mhc_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, dnew_mix
     dmix, dwrite = dpart.sum(0).split((N, 1), dim=-1) # (R, N, N), (R, N, 1)
     return dX, dy, dmix, dwrite.squeeze(-1), dW.sum(0), dgain.sum(0), dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z).sum(0))
 
+def pieces(*tensors):
+    # off the chip: not all tokens at once, so that a step finds in cache what the step before it wrote
+    return zip(*(t.split(max(1, 2**18 // tensors[0][0].numel())) for t in tensors))
+
 def torch_forward(op, X, y, mix, write, W, gain, *small):
-    x, y32 = X.to(mix.dtype), y.to(mix.dtype)
-    new = torch.bmm(mix, x).addcmul_(write.unsqueeze(-1), y32.unsqueeze(1)).to(X.dtype) # (R, N, C)
-    x = new.to(mix.dtype)
-    v = x.view(-1, W.size(1)) # (R*N, C) or (R, N*C)
-    r = rstd(v, op.eps)
-    z = (v @ W.T).mul_(r).view(len(X), -1, len(W)) # (R, N, J) or (R, 1, M)
+    K, J = W.size(1), len(W)
+    new, h, rs = torch.empty_like(X), torch.empty_like(y, dtype=X.dtype), mix.new_empty(len(X), 1)
+    z, r = (mix.new_empty(len(X), X[0].numel() // K, k) for k in (J, 1)) # (R, N, J) or (R, 1, M), (R, N, 1) or (R, 1, 1)
+    for x, y, mix, write, new_, z_, r_ in pieces(X, y, mix, write, new, z, r):
+        v, x = new_ if new_.dtype == mix.dtype else new_.to(mix.dtype), x.to(mix.dtype) # (R, N, C)
+        torch.bmm(mix, x, out=v) if mix.dim() == 3 else torch.mul(mix.unsqueeze(-1), x, out=v)
+        new_.copy_(v.addcmul_(write.unsqueeze(-1), y.to(mix.dtype).unsqueeze(1)))
+        v = new_.to(mix.dtype).view(-1, K) # (R*N, C) or (R, N*C), rounded as it is kept
+        r_.copy_(rstd(v, op.eps).view(r_.shape))
+        torch.mul((v @ W.T).view(z_.shape), r_, out=z_)
     read, *c = (t.contiguous() for t in op.coefficients(z, *small))
-    s = torch.bmm(read.unsqueeze(1), x).squeeze(1) # (R, C)
-    rs = rstd(s, op.norm_eps)
-    return ((s * rs * gain).to(X.dtype), new, *c), (z, r, rs)
+    for new_, read_, h_, rs_ in pieces(new, read, h, rs):
+        s = torch.bmm(read_.unsqueeze(1), new_.to(read.dtype)).squeeze(1) # (R, C)
+        rs_.copy_(rstd(s, op.norm_eps))
+        h_.copy_(s.mul_(rs_).mul_(gain))
+    return (h, new, *c), (z, r, rs, new) # X' is kept at no cost: it is the X of the next sub-layer
 
 def torch_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
-    z, r, rs = saved
-    x, y32, dh = X.to(mix.dtype), y.to(mix.dtype), dh.to(mix.dtype)
-    new = torch.bmm(mix, x).addcmul_(write.unsqueeze(-1), y32.unsqueeze(1)).to(X.dtype).to(mix.dtype) # (R, N, C)
+    (z, r, rs, new), K = saved, W.size(1)
     with torch.enable_grad(): # the coefficients are small: autograd does them
         leaves = [t.detach().requires_grad_() for t in (z, *small)]
-        read, *c = op.coefficients(*leaves)
-    # h = s rs gain, rs = (mean(s^2) + eps)^-1/2: ds = rs (u - s rs^2 mean(u s)) with u = dh gain
-    s = torch.bmm(read.detach().unsqueeze(1), new).squeeze(1) # (R, C)
-    u = dh * gain # (R, C)
-    ds = rs * (u - s * (rs.square() * (u * s).mean(dim=-1, keepdim=True))) # (R, C)
-    dread = torch.bmm(new, ds.unsqueeze(-1)).squeeze(-1) # (R, N)
-    dz, *dsmall = torch.autograd.grad((read, *c), leaves, (dread, *dc), allow_unused=True)
+        coefficients = op.coefficients(*leaves)
+    read = coefficients[0].detach().contiguous() # (R, N)
+    ds, dread, dgain = torch.empty_like(y, dtype=mix.dtype), torch.empty_like(read), torch.zeros_like(gain)
+    for v, dh, read_, rs, ds_, dread_ in pieces(new, dh, read, rs, ds, dread):
+        # h = s rs gain, rs = (mean(s^2) + eps)^-1/2: ds = rs (u - s rs^2 mean(u s)) with u = dh gain
+        v, dh = v.to(mix.dtype), dh.to(mix.dtype) # (R, N, C), (R, C)
+        s, u = torch.bmm(read_.unsqueeze(1), v).squeeze(1), dh * gain # (R, C)
+        torch.mul(u, rs, out=ds_).addcmul_(s, rs**3 * (u * s).mean(dim=-1, keepdim=True), value=-1)
+        dgain += (rs.T @ (dh * s)).squeeze(0)
+        torch.sum(v * ds_.unsqueeze(1), dim=-1, out=dread_)
+    dz, *dsmall = torch.autograd.grad(coefficients, leaves, (dread, *dc), allow_unused=True)
     # z = (v @ W.T) r, r = (mean(v^2) + eps)^-1/2: dv = (r dz) @ W - v r^2 mean_K(dz z)
-    dz, z, v = dz.reshape(-1, len(W)), z.view(-1, len(W)), new.view(-1, W.size(1))
-    p = r * dz # (R*N, J) or (R, M)
-    g = torch.baddbmm(dnew.to(mix.dtype), read.detach().unsqueeze(-1), ds.unsqueeze(1)) # (R, N, C) the whole gradient of X'
-    g.view(v.shape).addmm_(p, W).addcmul_(v, r.square() * (dz * z).sum(dim=-1, keepdim=True), value=-1 / v.size(1))
-    # X' = mix @ X + write y
-    dmix, dwrite = torch.bmm(g, x.mT), torch.bmm(g, y32.unsqueeze(-1)).squeeze(-1) # (R, N, N), (R, N)
-    dX, dy = torch.bmm(mix.mT, g).to(X.dtype), torch.bmm(write.unsqueeze(1), g).squeeze(1).to(y.dtype) # (R, N, C), (R, C)
-    return dX, dy, dmix, dwrite, p.T @ v, (dh * s * rs).sum(dim=0), *dsmall
+    t, p = r.square() * (dz * z).sum(dim=-1, keepdim=True) / K, r * dz # as r, as z
+    dX, dy, dmix, dwrite, dW = *(torch.empty_like(t, dtype=mix.dtype) for t in (X, y, mix, write)), torch.zeros_like(W)
+    for v, x, y_, mix, write, g, read, ds, t, p, dX_, dy_, dmix_, dwrite_ in pieces(new, X, y, mix, write, dnew, read, ds, t, p, dX, dy, dmix, dwrite):
+        v, x, y_, p = v.to(mix.dtype).view(*t.shape[:2], K), x.to(mix.dtype), y_.to(mix.dtype).unsqueeze(1), p.flatten(0, 1)
+        g = torch.addcmul(g.to(mix.dtype), read.unsqueeze(-1), ds.unsqueeze(1)) # (R, N, C) the whole gradient of X'
+        g.view(-1, K).addmm_(p, W)
+        g.view(v.shape).addcmul_(v, t, value=-1)
+        dW.addmm_(p.T, v.flatten(0, 1))
+        # X' = mix @ X + write y
+        torch.sum(g * y_, dim=-1, out=dwrite_)
+        torch.bmm(write.unsqueeze(1), g, out=dy_.unsqueeze(1))
+        if mix.dim() == 3:
+            torch.bmm(g, x.mT, out=dmix_)
+            torch.bmm(mix.mT, g, out=dX_)
+        else: # MGR: the diagonal alone
+            torch.sum(g * x, dim=-1, out=dmix_)
+            torch.mul(g, mix.unsqueeze(-1), out=dX_)
+    return dX.to(X.dtype), dy.to(y.dtype), dmix, dwrite, dW, dgain, *dsmall
 
 class Connect(torch.autograd.Function):
 
@@ -485,24 +524,28 @@ class Connect(torch.autograd.Function):
             return None, *arithmetic(ctx.op, X, y, mix, write, W, gain, rest[:ctx.small], rest[ctx.small:], *grads)
 
 def stream_connect(op, state, norm, W, *small):
-    X, y, *c = state
+    X, y, *c = state if len(state) > 1 else (state[0], torch.zeros_like(state[0][:, :, 0])) # nothing is pending: 0 is written
     B, T, N, C = X.shape
-    mix, write = c if len(c) == 2 else (torch.diag_embed(1 - c[0]), c[0]) # MGR: (1 - gate) X + gate y
+    if not c:
+        write = X.new_zeros(B, T, N, dtype=wide(X)) # (B, T, N)
+        c = (write,) if op.kind[:3] == "mgr" else (torch.eye(N, dtype=write.dtype, device=X.device).expand(B, T, N, N), write)
+    mix, write = c if len(c) == 2 else (1 - c[0], c[0]) # MGR: (1 - gate) X + gate y
+    mix = mix.diag_embed() if len(c) == 1 and on_chip(X) else mix
     op.norm_eps = norm.eps
     with torch.autocast(X.device.type, enabled=False):
         h, X, *c = Connect.apply(op, *(t.flatten(0, 1).contiguous() for t in (X, y, mix, write)), W.contiguous(), norm.weight, *small)
     return h.view(B, T, C), X.view(B, T, N, C), *(t.unflatten(0, (B, T)) for t in c)
 
-def plain_connect(state, m, norm): # nothing to write by coefficients: the first connector, streams that are appended; and MGR's readout
-    X = sys.modules[type(m).__module__].settle(*state)
+def hc_settle(X, y=None, mix=None, write=None):
+    if y is None:
+        return X
     with torch.autocast(X.device.type, enabled=False):
-        x = X.to(torch.promote_types(X.dtype, torch.float32))
-        read, *c = m(x)
-        return norm((read.unsqueeze(-2) @ x).squeeze(-2)).to(X.dtype), X, *c
+        X = (mix @ X.to(mix.dtype) + write.unsqueeze(-1) * y.unsqueeze(-2)).to(X.dtype) # (B, T, N, C)
+    if X.requires_grad: # that of a sum over streams is expanded, for which bmm loops over the tokens
+        X.register_hook(lambda dX: dX.contiguous())
+    return X
 
 def hc_connect(state, hc, norm):
-    if len(state) == 1:
-        return plain_connect(state, hc, norm)
     op, base = SimpleNamespace(kind="hc", coefficients=hc_coefficients, eps=1e-8), torch.cat((hc.A, hc.B.unsqueeze(-1)), dim=1) # (N, N+2)
     if not hc.config.dynamic:
         return stream_connect(op, state, norm, base.new_zeros(base.size(1), norm.weight.numel()), base, base.new_zeros(base.size(1)))
@@ -510,21 +553,23 @@ def hc_connect(state, hc, norm):
     return stream_connect(op, state, norm, W, base, scale)
 
 def mhc_connect(state, hc, norm):
-    if len(state) == 1:
-        return plain_connect(state, hc, norm)
     iters, P = hc.config.sinkhorn_iters, getattr(hc, "P", None)
     coefficients = partial(mhc_coefficients, P=P, n=state[0].size(2), iters=iters)
     op = SimpleNamespace(kind="mhc", coefficients=coefficients, eps=hc.config.norm_eps, iters=iters, P=hc.b if P is None else P)
     return stream_connect(op, state, norm, hc.Phi, hc.b, hc.alpha)
 
 def mgr_connect(state, mgr, norm):
-    if len(state) < 3 or isinstance(norm, torch.nn.Identity):
-        return plain_connect(state, mgr, norm)
-    competitive, n = mgr.config.competitive, state[0].size(2)
+    if mgr.w_b is None: # the sub-layers that append a stream, and the readout
+        X = sys.modules[type(mgr).__module__].settle(*state) # (B, T, S, C)
+        with torch.autocast(X.device.type, enabled=False):
+            x = X.to(wide(X))
+            return norm((mgr(x)[0].unsqueeze(-2) @ x).squeeze(-2)).to(X.dtype), X
+    competitive = mgr.config.competitive
+    X, *c = state if len(state) == 3 or len(state) == 1 else (torch.cat((state[0], state[1].unsqueeze(2)), dim=2),)
     op = SimpleNamespace(kind="mgr" if competitive else "mgr_independent", coefficients=partial(mgr_coefficients, competitive=competitive), eps=mgr.config.norm_eps)
     W = torch.stack((torch.zeros_like(mgr.w_b) if mgr.w_a is None else mgr.w_a, mgr.w_b)) * mgr.w_b.numel() ** -0.5 # (2, C) no query where N = 1
-    base, c_0 = F.pad(mgr.c[competitive:n + competitive].unsqueeze(-1), (1, 0)), F.pad(mgr.c[:1] * competitive, (1, 0)) # (N, 2), (2)
-    return stream_connect(op, state, norm, W, base, c_0)
+    base, c_0 = F.pad(mgr.c[competitive:X.size(2) + competitive].unsqueeze(-1), (1, 0)), F.pad(mgr.c[:1] * competitive, (1, 0)) # (N, 2), (2)
+    return stream_connect(op, (X, *c), norm, W, base, c_0)
 
 # -----------------------------------------------------------------------------
 # Attention Residuals
@@ -1066,8 +1111,8 @@ def lm_loss(x, w, targets):
 # The swap. A replacement stands for the text of one model file: a fork that changes that text is told so, never given the old function.
 
 FUSED = { # model file: what is swapped, what the swap takes for granted, the devices on which --fused auto takes it
-    "model_hc.py": (dict(connect=hc_connect), ("HyperConnection", "settle"), ("cpu", "cuda")),
-    "model_mhc.py": (dict(connect=mhc_connect), ("HyperConnection", "settle"), ("cpu", "cuda")),
+    "model_hc.py": (dict(connect=hc_connect, settle=hc_settle), ("HyperConnection",), ("cpu", "cuda")),
+    "model_mhc.py": (dict(connect=mhc_connect, settle=hc_settle), ("HyperConnection",), ("cpu", "cuda")),
     "model_mgr.py": (dict(connect=mgr_connect), ("MultiGate", "settle"), ("cpu", "cuda")),
     "model_attnres.py": ({"push": attnres_push, "mix": attnres_mix, "GPT.begin": attnres_begin}, ("DepthSoftmax",), ("cpu", "cuda")),
     "model_moda.py": (dict(depth_attention=moda_depth_attention), (), ("cpu", "cuda")),
