@@ -5,6 +5,7 @@ What does an architecture cost? Step time beside Pre-LN in the same run, memory,
     python bench.py hc attnres --n_layer 32 --n_embd 128 --rounds 11
     python bench.py preln --train               # training steps: embedding, head, loss, clipping and optimizer too
     python bench.py --report                    # kernels.py compiled ahead of time for sm_80 and sm_90; needs no GPU
+    python bench.py --traffic                   # bytes per token of every op against the limit; on CUDA also its bandwidth
 
 Every arm runs between two runs of plain Pre-LN, in turn; its time is divided by the mean of the two. Printed: median [quartiles].
 Peak memory is what a step takes beside weights and input, in a process of its own.
@@ -14,6 +15,7 @@ import contextlib
 import gc
 import importlib.util
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -22,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -155,6 +159,86 @@ def report(args):
             spilled |= stack + local > 0
     return int(spilled)
 
+# What the ops move
+
+def ops(R, device, n=4, C=1024, S=17, D=64):
+    # (op, vectors of one token at the limit, function) of R tokens in bfloat16: n streams, S sources of AttnRes, S - 1 slots of MoDA, heads of D
+    import kernels as K
+    make = lambda *shape, dtype=torch.bfloat16: torch.randn(shape, device=device).div(shape[-1] ** 0.5).to(dtype)
+    fp32 = lambda *shape: make(*shape, dtype=torch.float32)
+    X, y, dh, mix, write, gain = make(R, n, C), make(R, C), make(R, C), fp32(R, n, n), fp32(R, n), fp32(C)
+    for kind, J in (("hc", n + 2), ("mgr", 2), ("mgr_independent", 2), ("mhc", n * n + 2 * n)):
+        op, mhc = SimpleNamespace(kind=kind, eps=1e-6, norm_eps=1e-6, iters=20, P=gain), kind == "mhc"
+        forward, backward = (K.mhc_forward, K.mhc_backward) if mhc else (K.stream_forward, K.stream_backward)
+        inputs, small = (op, X, y, mix, write, fp32(J, n * C if mhc else C), gain), (fp32(J), fp32(3)) if mhc else (fp32(n, J), fp32(J))
+        out, saved = forward(*inputs, *small)
+        yield f"{kind} forward", 2 * n + 2, partial(forward, *inputs, *small)
+        yield f"{kind} backward", 3 * n + 3, partial(backward, *inputs, small, saved, dh, *map(torch.randn_like, out[1:]))
+    V = [make(R, C) for _ in range(S)]
+    mixes = lambda: [K.chip_mix(V[:i + 1], gain, gain, 1e-6, 1e-6) for i in range(S)]
+    done = mixes()
+    def pull():
+        left = [K.chip_norm_backward(dh, O, gain, 1e-6) for O, _, _ in done]
+        table = [(dO.data_ptr(), lse.data_ptr(), d.data_ptr(), 0) for (dO, d, _), (_, _, lse) in zip(left, done)]
+        for i in reversed(range(S)):
+            K.chip_pull(V[i], table[i:], gain.unsqueeze(0), None, 1e-6)
+    yield f"attnres forward, all mixes of {S} sources", S * (S + 1) / 2 + S, mixes
+    yield f"attnres backward, all mixes of {S} sources", S * (S + 1) / 2 + 4 * S, pull
+    head = lambda: make(1, R, C // D, D).transpose(1, 2) # (1, H, R, D)
+    slots, sums, (q, y_seq, y_, dy, dq) = [head() for _ in range(2 * S - 2)], [(head(), head()) for _ in range(S - 1)], (head().contiguous() for _ in range(5))
+    lse, lse_seq = fp32(1, C // D, R), fp32(1, C // D, R)
+    yield f"moda forward, {S - 1} slots", 2 * (S - 1), lambda: K.chip_moda(K.moda_fwd_kernel, slots, None, D ** -0.5, q, y_seq, y_, lse, lse_seq)
+    yield f"moda backward, {S - 1} slots", 6 * (S - 1), lambda: K.chip_moda(K.moda_bwd_kernel, slots, sums, D ** -0.5, q, y_, dy, dq, lse)
+
+def count_bytes(C=1024):
+    # {op: (bytes per token, those at the limit)}: what the kernels load and store, seen by Triton's interpreter, an address once per launch,
+    # of 2 tokens less that of 1, so that weights and queries, which all tokens share, do not count
+    from triton.runtime import interpreter
+
+    import kernels
+    total, seen, builder = [0], set(), interpreter.InterpreterBuilder
+    def counting(kind, call):
+        def run(self, ptrs, *args): # of a store, the value comes before the mask
+            size, mask = ptrs.get_element_ty().primitive_bitwidth // 8, args[kind == "store"]
+            new = {(kind, p) for p in ptrs.data[mask.data.astype(bool)].flatten().tolist()} - seen
+            seen.update(new)
+            total[0] += size * len(new)
+            return call(self, ptrs, *args)
+        return run
+    launch, out = interpreter.GridExecutor.__call__, []
+    with contextlib.ExitStack() as stack:
+        for owner, name, new in ((builder, "create_masked_load", counting("load", builder.create_masked_load)), (builder, "create_masked_store", counting("store", builder.create_masked_store)),
+                                 (interpreter.GridExecutor, "__call__", lambda *a, **k: seen.clear() or launch(*a, **k)), (kernels, "programs", lambda X: 1)):
+            stack.enter_context(unittest.mock.patch.object(owner, name, new))
+        for R in (1, 2):
+            for op, limit, function in ops(R, "cpu", C=C):
+                total[0] = 0
+                function()
+                out.append((op, total[0], 2 * C * limit))
+    return {op: (two - one, limit) for (op, one, limit), (_, two, _) in zip(out, out[len(out) // 2:])}
+
+def traffic(args):
+    # on CUDA each op is timed, and a copy of 1 GB beside it
+    if os.environ.get("TRITON_INTERPRET") != "1": # counted in a process of its own, where kernels are interpreted
+        code = "import bench, json; print(json.dumps(bench.count_bytes()))"
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
+        if done.returncode:
+            fail(f"--traffic: {done.stderr.strip().splitlines()[-1]}")
+        counted = json.loads(done.stdout)
+    else:
+        counted = count_bytes()
+    cuda, R = args.device == "cuda", 8192
+    middle = lambda f: statistics.median(seconds(f, "cuda") for _ in range(20))
+    if cuda:
+        a, b = torch.empty(2, 2**29, dtype=torch.uint8, device="cuda")
+        b.copy_(a)
+        copy = 2 * a.numel() / middle(lambda: b.copy_(a))
+        print(f"copy: {copy / 1e9:,.0f} GB/s on {torch.cuda.get_device_name()}\n")
+        times = {op: (function(), middle(function))[1] for op, _, function in ops(R, "cuda")} # the first call compiles
+    print("| op | bytes/token moved | limit | ratio |" + " GB/s | of the copy |" * cuda + "\n|---|---|---|---|" + "---|---|" * cuda)
+    for op, (moved, limit) in counted.items():
+        print(f"| {op} | {moved:,.0f} | {limit:,.0f} | {moved / limit:.2f} |" + (f" {moved * R / times[op] / 1e9:,.0f} | {moved * R / times[op] / copy:.2f} |" if cuda else ""))
+
 def table(args):
     arms = {arm: make_arm(*arm, args) for arm in args.arms}
     times = interleave({arm: step for arm, (_, step, _) in arms.items()}, args)
@@ -181,18 +265,18 @@ def main(argv=None):
     parser.add_argument("--compile", action="store_true", help="torch.compile all arms as train.py does")
     parser.add_argument("--train", action="store_true", help="time training steps")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help="with --train")
-    parser.add_argument("--report", action="store_true", help="kernels and bytes, no timing")
+    parser.add_argument("--report", action="store_true", help="what the compiler says of the kernels, no timing")
+    parser.add_argument("--traffic", action="store_true", help="the bytes that the kernels move")
     parser.add_argument("--widths", type=int, nargs="+", default=[640, 1024, 1216, 2048], help="with --report")
     args, known = parser.parse_args(argv), find_models()
     args.dtype, args.models = args.dtype or ("bfloat16" if args.device == "cuda" else "float32"), args.models or list(known)
-    args.vector = args.n_embd * getattr(torch, args.dtype).itemsize # bytes of one vector of one token
     for name in args.models:
         if name not in known:
             fail(f"{name}: is not one of {', '.join(known)}")
     if args.tokens % args.block_size or args.rounds < 2:
         fail(f"--tokens {args.tokens} must be a multiple of --block_size {args.block_size}, --rounds {args.rounds} at least 2")
-    if args.report:
-        return report(args)
+    if args.report or args.traffic:
+        return report(args) if args.report else traffic(args)
     torch.set_num_threads(args.threads)
     swapped = lambda name: args.train or any(f"def {f}(" in known[name][0].read_text(encoding="utf-8") for f in HOT)
     args.arms = [PRELN, *((m, a) for m in args.models for a in args.arms.split(",") if (m, a) != PRELN and (a == "plain" or swapped(m)))]
