@@ -15,3 +15,32 @@ def data(tmp_path_factory):
     # three small shards of random ids, for test_train.py and test_resume.py
     from ddp_worker import make_data
     return make_data(tmp_path_factory.mktemp("data"))
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    # Triton's, without what makes it slow: it patches the language anew at every call of a helper, tl.sum too
+    from triton.runtime import interpreter
+    patch, launch, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+    def patch_once(fn): # per launch and module
+        if id(fn.__globals__) in done:
+            return interpreter._LangPatchScope()
+        done.add(id(fn.__globals__))
+        return patch(fn)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: done.clear() or launch(self, *args, **kwargs))
+    return interpreter
+
+@pytest.fixture
+def chip(interpreter, monkeypatch):
+    # the Triton kernels, interpreted; what a kernel does not write stays NaN
+    import kernels
+    monkeypatch.setattr(kernels, "on_chip", lambda x: True)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        def poisoned(*args, right=getattr(owner, name), **kwargs):
+            y = right(*args, **kwargs)
+            return y.fill_(float("nan")) if y.is_floating_point() else y
+        monkeypatch.setattr(owner, name, poisoned)
+    def nearest(x, a, b, mode, right=interpreter._convert_float): # as every device does; the interpreter truncates
+        narrow = (a.name, b.name) == ("fp32", "bf16")
+        return torch.from_numpy(x.copy()).bfloat16().view(torch.int16).numpy() if narrow else right(x, a, b, mode)
+    monkeypatch.setattr(interpreter, "_convert_float", nearest)

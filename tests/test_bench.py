@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import bench
 
@@ -99,11 +101,34 @@ def test_table_of_training(capsys):
     (row,) = rows(capsys)
     assert row[:2] == ["preln", "plain"] and all(float(row[i].replace(",", "")) > 0 for i in (3, 4, 7)) and float(row[6].replace(",", "")) >= 0
 
+def test_bytes_against_the_limit(interpreter, capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1") # counted here, not in a process of its own
+    bench.main(["--traffic", "--device", "cpu"])
+    got = {op: (float(moved.replace(",", "")), float(limit.replace(",", "")), float(ratio)) for op, moved, limit, ratio in rows(capsys)}
+    assert len(got) == 12 and all(ratio > 1 and abs(moved / limit - ratio) < 0.01 for moved, limit, ratio in got.values())
+    # Phi of mHC does not fit a program: X' is read once more, forward, and X' and dh, backward
+    above = {"mhc forward": 1.6, "mhc backward": 1.4}
+    assert all(ratio <= above.get(op, 1.25) for op, (_, _, ratio) in got.items()), got
+
+def test_bytes_are_counted_once_per_launch(interpreter, monkeypatch):
+    # a kernel of known traffic: a row loaded twice and stored once, weights that all rows share not counted
+    def ops(R, device, C, iters):
+        x, w = torch.ones(R, C), torch.ones(C)
+        yield "twice", 2, lambda: twice[(R,)](x, w, BLOCK=C)
+    monkeypatch.setattr(bench, "ops", ops)
+    assert bench.count_bytes(64) == {"twice": (2 * 4 * 64, 2 * 2 * 64)}
+
 def test_words_for_mistakes(capsys):
     for argv, words in ((["hcc"], "hcc: is not one of"), (["hc", "--tokens", "100", "--block_size", "64"], "must be a multiple")):
         with pytest.raises(SystemExit) as e:
             bench.main(argv)
         assert e.value.code == 1 and words in capsys.readouterr().err
+
+@triton.jit
+def twice(x_ptr, w_ptr, BLOCK: tl.constexpr):
+    at, mask = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < BLOCK
+    y = tl.load(x_ptr + at, mask=mask, other=0.0) + tl.load(x_ptr + at, mask=mask, other=0.0)
+    tl.store(x_ptr + at, y * tl.load(w_ptr + tl.arange(0, BLOCK), mask=mask, other=0.0), mask=mask)
 
 KERNELS = '''
 import triton

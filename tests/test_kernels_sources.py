@@ -53,21 +53,6 @@ def worst(got, want):
     assert set(got) == set(want)
     return max(((got[n].double() - want[n].double()).abs().max() / want[n].double().abs().max()).item() for n in want)
 
-@pytest.fixture
-def chip(monkeypatch):
-    # Triton, interpreted; what a kernel does not write stays NaN
-    monkeypatch.setattr(K, "on_chip", lambda x: True)
-    for name in ("empty", "empty_like"):
-        def poisoned(*args, right=getattr(torch, name), **kwargs):
-            y = right(*args, **kwargs)
-            return y.fill_(float("nan")) if y.is_floating_point() else y
-        monkeypatch.setattr(torch, name, poisoned)
-    from triton.runtime import interpreter
-    def nearest(x, a, b, mode, right=interpreter._convert_float): # as every device does; the interpreter truncates
-        narrow = (a.name, b.name) == ("fp32", "bf16")
-        return torch.from_numpy(x.copy()).bfloat16().view(torch.int16).numpy() if narrow else right(x, a, b, mode)
-    monkeypatch.setattr(interpreter, "_convert_float", nearest)
-
 # -----------------------------------------------------------------------------
 # Plain torch inside the Functions
 
@@ -296,50 +281,6 @@ def test_models_on_triton(chip, case, rows):
     plain, got, again = stack(model, x, dy), fused(stack, model, x, dy), fused(stack, model, x, dy)
     assert worst(got, want) < max(1e-5, 2 * worst(plain, want))
     assert all(torch.equal(got[n], again[n]) for n in got)
-
-@pytest.fixture
-def moved(monkeypatch):
-    # bytes that the kernels load and store, an address once per launch
-    from triton.runtime import interpreter
-    total, seen = [0], set()
-    def count(kind, ptrs, mask, size):
-        new = {(kind, p) for p in ptrs.data[mask.data.astype(bool)].flatten().tolist()} - seen
-        seen.update(new)
-        total[0] += size * len(new)
-    builder, run = interpreter.InterpreterBuilder, interpreter.GridExecutor.__call__
-    load, store = builder.create_masked_load, builder.create_masked_store
-    monkeypatch.setattr(builder, "create_masked_load", lambda s, p, m, *a: count(0, p, m, p.get_element_ty().primitive_bitwidth // 8) or load(s, p, m, *a))
-    monkeypatch.setattr(builder, "create_masked_store", lambda s, p, v, m, *a: count(1, p, m, p.get_element_ty().primitive_bitwidth // 8) or store(s, p, v, m, *a))
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *a, **k: seen.clear() or run(self, *a, **k))
-    return total
-
-def test_bytes_of_attnres(chip, moved):
-    L, C, N = 10, 256, 21
-    model = build(ATTNRES, torch.float32, n_layer=L, n_embd=C, n_head=1)
-    def run(R):
-        state, begin = ATTNRES.GPT.begin(model, torch.randn(1, R, C, dtype=torch.bfloat16, requires_grad=True)), moved[0]
-        for block in model.h:
-            for res, norm in ((block.res_attn, block.norm_attn), (block.res_mlp, block.norm_mlp)):
-                state = ATTNRES.push(state, ATTNRES.mix(state, res, norm) * 2, True)
-        y, forward = ATTNRES.mix(state, model.res_f, model.norm_f), moved[0]
-        y.backward(torch.randn_like(y))
-        return forward - begin, moved[0] - forward
-    few, more = fused(run, 4), fused(run, 8) # the difference is what 4 tokens cost: queries are read once for all
-    for op, a, b, limit in zip(("AttnRes forward", "AttnRes backward"), few, more, (N * (N + 1) / 2 + N, N * (N + 1) / 2 + 4 * N)):
-        got = (b - a) / (4 * 2 * C)
-        print(f"{op}, {N} sources | {got:.1f} vectors | {limit:.1f} | {got / limit:.2f}")
-        assert got < 1.25 * limit
-
-def test_bytes_of_moda(chip, moved):
-    S, B, H, T, D = 16, 1, 2, 4, 64
-    q, k, v, *slots = (torch.randn(B, T, H, D, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3 + 2 * S))
-    y = K.moda_depth_attention(q, k, v, tuple(zip(slots[::2], slots[1::2])))
-    forward = moved[0]
-    y.backward(torch.randn_like(y))
-    for op, got, limit in zip(("MoDA forward", "MoDA backward"), (forward, moved[0] - forward), (2 * S, 6 * S)):
-        got = got / (2 * B * H * T * D)
-        print(f"{op}, {S} slots | {got:.1f} vectors | {limit:.1f} | {got / limit:.2f}")
-        assert got < 1.25 * limit
 
 def test_triton_limits(chip):
     with pytest.raises(RuntimeError, match="at most 16384 columns"):

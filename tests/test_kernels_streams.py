@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-import triton.language as tl
 
 import kernels
 import train
@@ -97,20 +96,6 @@ TRITON_CASES = ((1, 48, 7, 0.0), (2, 76, 1, 0.0), (3, 257, 7, 0.0), (4, 640, 7, 
 # every case with two of the six names, each name with two or three cases; the interpreter is slow: NANODEPTH_SLOW=1 takes the whole product
 PICKED = [(name, *c) for i, c in enumerate(TRITON_CASES) for name in (NAMES if os.environ.get("NANODEPTH_SLOW") else (NAMES[i % 6], NAMES[(i + 2) % 6])) if name != "mhc_lite" or c[0] <= 4]
 
-@pytest.fixture
-def on_chip(monkeypatch):
-    # the Triton kernels in the interpreter, every output filled with NaN before it is written
-    from triton.runtime import interpreter
-    monkeypatch.setattr(kernels, "on_chip", lambda X: True)
-    empty, empty_like, new_empty, convert = torch.empty, torch.empty_like, torch.Tensor.new_empty, interpreter._convert_float
-    nan = lambda t: t.fill_(float("nan")) if t.is_floating_point() else t
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: nan(empty_like(*a, **k)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: nan(new_empty(*a, **k)))
-    def nearest(x, a, b, mode): # as every device does; the interpreter truncates
-        narrow = a == tl.float32 and b == tl.bfloat16
-        return torch.from_numpy(x.copy()).bfloat16().view(torch.int16).numpy() if narrow else convert(x, a, b, mode)
-    monkeypatch.setattr(interpreter, "_convert_float", nearest)
-
 def against_fp64(name, n, C, rows, dtype, mean):
     # errors of the fused step and of the plain one
     state, c, norm = case(name, n, C, rows, dtype, mean)
@@ -119,12 +104,12 @@ def against_fp64(name, n, C, rows, dtype, mean):
     return errors(got, exact), errors(plain, exact)
 
 @pytest.mark.parametrize("name,n,C,rows,mean", PICKED)
-def test_triton_in_fp32(name, n, C, rows, mean, on_chip):
+def test_triton_in_fp32(name, n, C, rows, mean, chip):
     worst, plain = against_fp64(name, n, C, rows, torch.float32, mean)
     floor = 1e-4 if mean else 1e-5 # a read that cancels a mean of 100 costs digits, as does a gradient that is almost zero (N = 1)
     assert all(a < max(floor, 3 * b) for a, b in zip(worst, plain)), (worst, plain)
 
 @pytest.mark.parametrize("name,n,C,rows,mean", PICKED)
-def test_triton_in_bf16(name, n, C, rows, mean, on_chip):
+def test_triton_in_bf16(name, n, C, rows, mean, chip):
     worst, plain = against_fp64(name, n, C, rows, torch.bfloat16, mean)
     assert all(a < max(2 ** -7, 2 * b) for a, b in zip(worst, plain)), [(a, b) for a, b in zip(worst, plain) if a >= max(2 ** -7, 2 * b)]
