@@ -41,7 +41,8 @@ def blocks(x):
 #   s  = read @ X';  h = s * rstd(s) * gain
 #
 # Plain autograd keeps several FP32 copies of the streams and walks over them a dozen times. Kept here: X and y, in their own type, and
-# small tensors; X' is rebuilt. In vectors of one token: kept n + 1, moved 2n + 2 forward and 3n + 3 backward.
+# small tensors; X' is rebuilt (off the chip and by mHC it is kept: the next sub-layer keeps the same tensor, as its X). In vectors of one
+# token: kept n + 1, moved 2n + 2 forward and 3n + 3 backward.
 
 def hc_coefficients(z, base, scale): # z (R, N, N+2), columns: read, what goes to each stream, write
     v = base + scale * torch.tanh(z) # (R, N, N+2)
@@ -225,7 +226,7 @@ def stream_bwd_kernel(
     tl.store(dgain_ptr + pid * C + c, dgain, mask=c < C)
 
 # mHC, where W is too large for that: the tokens in blocks. Write and project; coefficients, a thread per stream pair; read and norm.
-# X' is read once more, from cache: 3n + 2 forward, 4n + 4 backward.
+# X' is read once more: 3n + 2 forward, 4n + 4 backward.
 
 @jit
 def mhc_write_kernel(
@@ -1119,12 +1120,13 @@ FUSED = { # model file: what is swapped, what the swap takes for granted, the de
     "model_preln.py": (dict(lm_loss=lm_loss), (), ("cuda",))}
 
 def definitions(path):
-    # {name: text} of the functions and classes of a file, members of classes as Class.name
+    # {name: lines} of the functions and classes of a file, members of classes as Class.name
     text, found = Path(path).read_text(encoding="utf-8"), {}
+    lines = text.splitlines()
     for node in ast.parse(text).body:
         for n, prefix in [(node, "")] + [(n, f"{node.name}.") for n in (node.body if isinstance(node, ast.ClassDef) else ())]:
             if isinstance(n, (ast.FunctionDef, ast.ClassDef)):
-                found[prefix + n.name] = ast.get_source_segment(text, n)
+                found[prefix + n.name] = lines[n.lineno - 1:n.end_lineno]
     return found
 
 def known(module):

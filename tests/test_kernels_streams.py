@@ -57,8 +57,25 @@ def test_function_equals_the_model_file(name):
         if name == "mhc_lite" and n > 4:
             continue
         args = case(name, n, C, rows, mean=mean)
-        worst = errors(run(fused(name), *args), run(module(name).connect, *args))
+        got, again = run(fused(name), *args), run(fused(name), *args)
+        worst = errors(got, run(module(name).connect, *args))
         assert max(worst) < 1e-10, (n, C, rows, worst)
+        assert all(torch.equal(a, b) for a, b in zip(got, again)) # the same bits
+
+BROKEN = { # what is put in place of a part of the arithmetic
+    "mix transposed": ("hc", "torch_forward", lambda right: lambda op, X, y, mix, *args: right(op, X, y, mix.mT.contiguous(), *args)),
+    "gradient of X' forgotten": ("mgr", "torch_backward", lambda right: lambda *args: right(*args[:10], 0 * args[10], *args[11:])),
+    "read in place of write": ("mgr", "torch_forward", lambda right: lambda op, X, y, mix, write, *args: right(op, X, y, mix, 1 - write, *args)),
+    "gradient through the norm forgotten": ("hc", "torch_backward", lambda right: lambda *args: right(*args[:8], (args[8][0], args[8][1], 0 * args[8][2], args[8][3]), *args[9:])),
+    "Sinkhorn's steps forgotten": ("mhc", "Sinkhorn", lambda right: type("Sinkhorn", (right,), {"backward": staticmethod(lambda ctx, dM: (dM, None))}))}
+
+@pytest.mark.parametrize("twin", BROKEN)
+def test_broken_twins_are_caught(twin, monkeypatch):
+    name, part, wrap = BROKEN[twin]
+    args = case(name, 4, 48, 7)
+    want = run(module(name).connect, *args)
+    monkeypatch.setattr(kernels, part, wrap(getattr(kernels, part)))
+    assert max(errors(run(fused(name), *args), want)) > 1e-3
 
 def tiny(name, n):
     torch.manual_seed(0)
