@@ -595,9 +595,9 @@ def test_lr_sensitivity(tmp_path, capsys):
     preln, hc = json.loads((tmp_path / "out" / "lr.json").read_text())["runs"]
     assert preln["shared"] == hc["shared"] == [1e-3, 2e-3, 8e-3]
     assert preln["sensitivity"] == pytest.approx((1 + 0 + cap - 2) / 3)
+    assert hc["sensitivity"] == pytest.approx((1 + 0 + cap - 1.5) / 3) # a loss above uniform counts as uniform
+    assert preln["stable"] == 2e-3 and preln["lost"] == [8e-3] and preln["best"] == 2e-3 and hc["stable"] == 2e-3
     assert analyze.main(["lr", *runs[:5], "--out_dir", str(tmp_path / "out")]) == 0 # hc at one rate only: no sensitivity, and preln's is over its own four
     preln, hc = json.loads((tmp_path / "out" / "lr.json").read_text())["runs"]
     assert hc["sensitivity"] is None and preln["sensitivity"] == pytest.approx((1 + 0 + 2 + cap - 2) / 4)
     assert f"| preln | L4 d64 | 0.002 | 2.0000 | 0.002 | {preln['sensitivity']:.4f} | 0.001 0.002 0.004 0.008 |" in capsys.readouterr().out
-    assert hc["sensitivity"] == pytest.approx((1 + 0 + cap - 1.5) / 3) # a loss above uniform counts as uniform
-    assert preln["stable"] == 2e-3 and preln["lost"] == [8e-3] and preln["best"] == 2e-3 and hc["stable"] == 2e-3
