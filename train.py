@@ -89,7 +89,7 @@ class TrainConfig:
     ddp_backend: str = "auto" # nccl, gloo; auto: by device
 
 PRESETS = {"nano": dict(data="data/stdlib", vocab_size=320, block_size=256, n_layer=4, n_head=4, n_embd=64, steps=750, batch_tokens=2048,
-                        eval_every=150, eval_tokens=65536, save_every=150, log_every=20)}
+                        eval_every=75, eval_tokens=65536, save_every=150, log_every=20)}
 # what may differ between two commands for the same run
 NOT_THE_RUN = {"preset", "out_dir", "run_name", "resume", "dry_run", "micro_batch", "eval_every", "log_every", "save_every", "layer_stats_every", "wandb",
                "device", "compile", "fused", "ddp_backend", "tokens_per_param", "tokens", "world_size", "versions", "commit", "command"}
