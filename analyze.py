@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from figures import FIGURES, curves, draw, lr, read_run, shapes, table
-from train import Loader, fail, load_checkpoint
+from train import Loader, fail, load_checkpoint, own_tokenizer
 
 # -----------------------------------------------------------------------------
 # Depth, family by family: what it means to skip, to swap and to read out
@@ -387,7 +387,7 @@ def measured(name, path, args):
     (model, ckpt), (function, windows), batches = load_checkpoint(path), MEASURES[name], []
     config, T = ckpt["config"], min(args.seq_len, model.config.block_size)
     about = dict(name=path.name, label=f"{config['model']} L{model.config.n_layer} d{model.config.n_embd}", model=config["model"], seq_len=T)
-    args.tokenizer = config.get("tokenizer", "gpt2")
+    args.tokenizer = args.typed_tokenizer or own_tokenizer(ckpt) if args.task else ""
     if windows:
         loader = Loader(args.data or config["data"], "val", T)
         order = np.random.default_rng(args.seed).permutation(len(loader))[:args.samples or windows].tolist()
@@ -427,6 +427,7 @@ def main(argv=None):
     flag("--batch", type=int, default=8, help="windows at a time")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"][:1 + torch.cuda.is_available()])
     flag("--task", help="prune: a multiple-choice task of evaluate.py, or a JSONL file of {prompt, choices, answer}")
+    flag("--tokenizer", dest="typed_tokenizer", help="prune --task: by default the checkpoint's")
     flag("--pattern", default=r"h\.\d+\.norm_\w+\.weight", help="norms: names of the gains, the first number being the layer")
     flag("--dims", type=int, nargs=2, default=[0, 128], metavar=("FIRST", "END"), help="norms: dimensions that are shown one by one")
     args = parser.parse_args(argv)
@@ -451,4 +452,5 @@ def main(argv=None):
     return int(status)
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace") # a path that the terminal's encoding lacks
     sys.exit(main())
