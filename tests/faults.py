@@ -488,6 +488,32 @@ def fuzz(n, seed, tmp, only=""):
         ok &= not failed
     return ok
 
+# -----------------------------------------------------------------------------
+# numerics
+
+WAYS = { # name: (flags, processes, tolerance of the training loss in any of the 50 steps, in nats)
+    "bfloat16": (dict(dtype="bfloat16"), 1, 0.03), "fused": (dict(fused="on"), 1, 1e-4), "two processes": ({}, 2, 1e-4), "compiled": (dict(compile=True), 1, 1e-4)}
+
+def numerics(tmp, only, seed):
+    # the same 50 steps of every design in every way against eager FP32 on one process; compiled: one design of each file, or --only
+    importlib.import_module("kernels")
+    data, ok = warm(tmp), True
+    first = list({path: name for name, (path, _) in reversed(train.find_models().items())}.values())
+    print(f"{'largest difference of a loss':28}" + "".join(f"{way:>16}" for way in WAYS))
+    print(f"{'tolerance':28}" + "".join(f"{tolerance:16.0e}" for *_, tolerance in WAYS.values()), flush=True)
+    for name in [n for n in NAMES if only in ("", n)]:
+        losses, flags = {}, dict(data=data, out_dir=tmp, model=name, steps=50, n_layer=4, n_embd=32, micro_batch=4, seed=seed, grad_clip=1)
+        for way, (own, world, _) in {"eager": ({}, 1, 0), **WAYS}.items():
+            if way == "compiled" and not (only or name in first):
+                continue
+            ends = [wait(p, 600) for p in start_all(argv(**{**flags, **own}, run_name=f"{name} {way}"), [contextlib.nullcontext] * world, tmp / "err")]
+            assert set(ends) == {0} or way == "fused" and ends == [1] and "--fused" in (tmp / "err.0").read_text(), (name, way, (tmp / "err.0").read_text())
+            losses[way] = np.array([x.get("loss", x.get("val_loss")) for x in log(tmp / f"{name} {way}")]) if not any(ends) else None
+        worst = {way: np.abs(v - losses["eager"]).max() for way, v in losses.items() if v is not None}
+        ok &= all(worst[way] <= WAYS[way][2] for way in worst if way in WAYS)
+        print(f"{name:28}" + "".join(f"{worst[way]:16.1e}" if way in worst else f"{'-':>16}" for way in WAYS), flush=True)
+    return ok
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=["kills", "matrix", "fuzz", "numerics"])
@@ -502,6 +528,8 @@ def main():
             return 0 if fuzz(args.n or 10000, args.seed, tmp, args.only) else 1
         if args.what == "matrix":
             return 0 if matrix(args.n or 3, args.seed, tmp, args.only) else 1
+        if args.what == "numerics":
+            return 0 if numerics(tmp, args.only, args.seed) else 1
         if args.what == "kills":
             print(kills(args.n or 100, args.seed, tmp))
             return 0
