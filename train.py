@@ -611,8 +611,11 @@ def dry_runs(argv):
     for line in sys.stdin:
         err = io.StringIO()
         try:
+            words = shlex.split(line)
+            if {"-h", "--help"}.intersection(words):
+                raise ValueError("--help: ask without --dry_run")
             with contextlib.redirect_stderr(err):
-                dry_run([*argv, *shlex.split(line)], activations=False)
+                dry_run([*argv, *words], activations=False)
         except (SystemExit, ValueError) as e: # ValueError: an open quote
             status = 1
             print(json.dumps({"error": err.getvalue().strip() or f"error: {e}"}), flush=True)

@@ -7,11 +7,12 @@ import json
 import os
 import shlex
 import signal
+import time
 
 import pytest
 import torch
 from ddp_worker import argv, make_data
-from faults import ckpt, one_fault, same_end, warm
+from faults import ckpt, fuzz_files, fuzz_flags, kills, one_fault, same_end, warm
 
 import evaluate
 import prepare_fineweb
@@ -170,3 +171,29 @@ def test_fault_broken(place, monkeypatch):
     monkeypatch.setattr(train, "stamp", lambda path: None)
     with pytest.raises(AssertionError):
         one_fault("other ids in the data", 4, *place)
+
+# -----------------------------------------------------------------------------
+# A little of what tests/faults.py does at length
+
+def test_some_kills(tmp_path):
+    told = kills(4, 0, tmp_path, steps=8)
+    assert told["kills"] == 4 and told["bit_equal"] == told["runs"] > 0
+
+def test_kills_broken(tmp_path, monkeypatch):
+    # a checkpoint that is written in place, slowly, does not survive
+    def in_place(path, write):
+        path.write_bytes(b"")
+        time.sleep(0.5 * (path.name == "ckpt.pt"))
+        with open(path, "wb") as f:
+            write(f)
+    monkeypatch.setattr(train, "write_atomic", in_place)
+    with pytest.raises((AssertionError, RuntimeError, EOFError)):
+        kills(4, 0, tmp_path, steps=2)
+
+def test_some_random_flags(tmp_path):
+    counts, failed = fuzz_flags(150, 1, tmp_path)
+    assert not failed and counts["works"] > 20 and counts["refused"] > 20
+
+def test_some_damaged_files(tmp_path):
+    counts, failed = fuzz_files(40, 1, tmp_path)
+    assert not failed and counts["works"] and counts["refused"]
