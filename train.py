@@ -683,7 +683,7 @@ def train(cfg, run, model, data, val, rank, world, caught):
             import wandb
             board = wandb.init(project="nanodepth", name=cfg.run_name, config=vars(cfg), resume="allow")
     undo = speed_up(model, cfg, rank)
-    net = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
+    net = DistributedDataParallel(model) if world > 1 else model
     share = cfg.batch_tokens // cfg.block_size // world # sequences of this process per step
     accum, val_loss, status = share // cfg.micro_batch, None, "finished"
     def write(**line): # one object a line, for programs
