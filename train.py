@@ -508,6 +508,8 @@ def write_config(cfg, run):
     write_json(run / "config.json", vars(cfg))
 
 def save(run, cfg, model, optimizers, step, seconds):
+    if not all(w.isfinite().all() for w in model.state_dict().values()):
+        return # the next loss says so; the last checkpoint is the one to keep
     ckpt = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step, seconds=seconds,
                 rng=torch.get_rng_state(), config=vars(cfg))
     write_atomic(run / "ckpt.pt", lambda f: torch.save(ckpt, f))

@@ -11,24 +11,13 @@ import time
 
 import pytest
 import torch
-from ddp_worker import argv, make_data
+from ddp_worker import argv
 from faults import ckpt, fuzz_files, fuzz_flags, kills, one_fault, same_end, warm
 
 import evaluate
 import prepare_fineweb
 import sample
 import train
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
 
 @pytest.fixture
 def flags(data, tmp_path):
@@ -162,7 +151,7 @@ def place(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("faults")
     return warm(tmp), tmp
 
-@pytest.mark.parametrize("name", ["disk full in the log", "other ids in the data", "nobody reads stdout", "clock backwards", "a rank is killed"])
+@pytest.mark.parametrize("name", ["NaN", "disk full in the log", "other ids in the data", "nobody reads stdout", "clock backwards", "a rank is killed"])
 def test_fault(name, place):
     one_fault(name, 4, *place)
 
