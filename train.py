@@ -287,7 +287,7 @@ def read_meta(data):
     # meta.json of a data directory, {} where there is none
     path = Path(data) / "meta.json"
     meta = read_json(path)
-    if path.exists() and not (isinstance(meta.get("vocab_size"), int) and isinstance(meta.get("tokenizer"), str) and isinstance(meta.get("tokens", {}), dict)):
+    if os.path.exists(path) and not (isinstance(meta.get("vocab_size"), int) and isinstance(meta.get("tokenizer"), str) and isinstance(meta.get("tokens", {}), dict)):
         fail(f"{path}: is not the meta.json that prepare_fineweb.py writes; run it again")
     return meta
 

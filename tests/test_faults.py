@@ -40,6 +40,9 @@ def refused(capsys, args, *words):
 def test_beyond_reason(text, words, capsys):
     refused(capsys, ["--dry_run", *shlex.split(text)], words)
 
+def test_long_name_in_a_dry_run(capsys):
+    assert not train.main(["--dry_run", "--n_layer", "2", "--data", "x" * 300]) and json.loads(capsys.readouterr().out)["n_params"]
+
 def test_long_block_in_a_dry_run(monkeypatch, capsys):
     # nothing of the length of a block is computed
     monkeypatch.setattr("sys.stdin", io.StringIO("--n_layer 2 --block_size 1e15 --batch_tokens 1e15"))
