@@ -3,12 +3,13 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1") # before kernels.py is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1") # tiny tensors: a second thread only waits, in the programs that tests start too
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 import torch
 
-torch.set_num_threads(1) # tiny tensors: a second thread only waits
+torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
