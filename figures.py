@@ -148,7 +148,7 @@ FIGURES = { # measure: (title, panels); a panel as draw() has it
     "lens": ("Distance of the prediction after every block from the final one", [
         ("line", "kl", "", PASSED, "KL divergence (nats per token)", 0)]),
     "paths": ("Weight of every earlier output in what a sub-layer reads", [
-        ("map", "weights", "weight", "source (0: embedding)", READER, (0, 0))]),
+        ("map own", "weights", "weight", "source (0: embedding)", READER, (0, 0))]),
     "transport": ("Products of the residual maps between streams (bars: 95 % bootstrap over windows)", [
         ("line", "effective_rank", "", PASSED, "effective rank", 0),
         ("line", "cosine", "", PASSED, "mean |cosine| between streams", 0),
@@ -210,7 +210,7 @@ def draw_lines(ax, panel, runs):
         ax.xaxis.get_major_locator().set_params(integer=True)
 
 def draw_map(ax, panel, v, every):
-    # one scale for all maps, its end at their 99 % quantile; rows of zeros at the top are left out
+    # the scale ends at the 99 % quantile of every number that it is for; rows of zeros at the top are left out
     kind, *_, (x, y) = panel
     v = v[:1 + np.flatnonzero(v.any(axis=1)).max(initial=0)]
     every = np.append(every, [] if "free" in kind else [0, 1e-9])
@@ -221,10 +221,10 @@ def draw_map(ax, panel, v, every):
 
 def draw(title, panels, runs):
     """
-    A matplotlib figure: a map for each run, all on one scale, then the lines of all runs of one panel.
+    A matplotlib figure: a map for each run, all on one scale (own: each on its own), then the lines of all runs of one panel.
 
     runs: dicts with model, label, perhaps panel, and the numbers by key. panels: (kind, key, title, x label, y label, first) with
-    kind: map (free: its scale need not hold 0) or line (logx, logy, flip), then "by x" where a run has an x more than one of;
+    kind: map (own; free: its scale need not hold 0) or line (logx, logy, flip), then "by x" where a run has an x more than one of;
     first: the first x, (x, y) of a map, or the key of x. A line has bars where the run has <key>_error, a cross at every x of "lost".
     """
     from matplotlib.figure import Figure # no pyplot: needs no display, keeps no figure
@@ -238,7 +238,7 @@ def draw(title, panels, runs):
     fig = Figure(figsize=(max(8, 4 * columns), 3.4 * sum(rows)), layout="constrained")
     fig.suptitle(title, fontsize=14)
     for part, block, n in zip(np.ravel(fig.subfigures(len(blocks), 1, squeeze=False, height_ratios=rows)), blocks, rows):
-        axes, image = part.subplots(n, min(columns, len(block)), squeeze=False).ravel(), None
+        axes = part.subplots(n, min(columns, len(block)), squeeze=False).ravel()
         for ax in axes[len(block):]:
             ax.remove()
         for ax, (panel, name, content) in zip(axes, block):
@@ -246,9 +246,10 @@ def draw(title, panels, runs):
             if panel[0].startswith("line"):
                 draw_lines(ax, panel, content)
                 continue
-            image = draw_map(ax, panel, content, np.concatenate([np.ravel(v) for *_, v in block]))
-        if image:
-            part.colorbar(image, ax=list(axes[:len(block)]), label=block[0][0][2], extend="max")
+            own = "own" in panel[0]
+            image = draw_map(ax, panel, content, np.concatenate([np.ravel(v) for *_, v in block if v is content or not own]))
+            if own or ax is axes[len(block) - 1]:
+                part.colorbar(image, ax=ax if own else list(axes[:len(block)]), label=panel[2], extend="max")
     handles = {label: h for ax in fig.axes for h, label in zip(*ax.get_legend_handles_labels())}
     fig.set_figheight(fig.get_figheight() + 0.7 + 0.2 * -(-len(handles) // 4)) # room for title and legend
     if handles:

@@ -926,6 +926,11 @@ def attnres_mix(state, res, norm=None):
 # backward runs last, hands them over.
 
 @jit
+def moda_slot(at, q_ptr, row, hk, d, m_k, D: tl.constexpr): # at: an address, heads from token to token -> (N, 1, D)
+    ptr = tl.multiple_of(tl.load(at).to(q_ptr.dtype), 16) + ((row * tl.load(at + 1) + hk) * D)[:, None] + d[None, :]
+    return tl.load(ptr, m_k, 0.0).to(tl.float32)[:, None, :]
+
+@jit
 def moda_fwd_kernel(
     table, # (S, 6) addresses of k_j and v_j, each followed by the heads from token to token, then of dk_j, dv_j
     q_ptr, y_seq_ptr, y_ptr, # (B, Hkv, G, T, D)
@@ -940,10 +945,7 @@ def moda_fwd_kernel(
     q = tl.load(q_ptr + at, m, 0.0).to(tl.float32) * scale # (N, G, D)
     y, top, Z = tl.load(y_seq_ptr + at, m, 0.0).to(tl.float32), tl.load(lse_seq_ptr + at_l, m_l, 0.0), tl.full((BLOCK_N, BLOCK_G), 1.0, tl.float32)
     for j in range(S):
-        k_ptr = tl.multiple_of(tl.load(table + 6 * j).to(q_ptr.dtype), 16) + ((row * tl.load(table + 6 * j + 1) + hk) * D)[:, None] + d[None, :]
-        k = tl.load(k_ptr, m_k, 0.0).to(tl.float32)[:, None, :] # (N, 1, D)
-        v_ptr = tl.multiple_of(tl.load(table + 6 * j + 2).to(q_ptr.dtype), 16) + ((row * tl.load(table + 6 * j + 3) + hk) * D)[:, None] + d[None, :]
-        v = tl.load(v_ptr, m_k, 0.0).to(tl.float32)[:, None, :] # (N, 1, D)
+        k, v = moda_slot(table + 6 * j, q_ptr, row, hk, d, m_k, D), moda_slot(table + 6 * j + 2, q_ptr, row, hk, d, m_k, D) # (N, 1, D)
         z = tl.sum(q * k, 2) # (N, G)
         new = tl.maximum(top, z)
         old, e = tl.exp(top - new), tl.exp(z - new)
@@ -966,10 +968,7 @@ def moda_bwd_kernel(
     q, dy = tl.load(q_ptr + at, m, 0.0).to(tl.float32) * scale, tl.load(dy_ptr + at, m, 0.0).to(tl.float32) # (N, G, D)
     dyy, lse, dq = tl.sum(dy * tl.load(y_ptr + at, m, 0.0).to(tl.float32), 2), tl.load(lse_ptr + at_l, m_l, 0.0), tl.zeros_like(q)
     for j in range(S):
-        k_ptr = tl.multiple_of(tl.load(table + 6 * j).to(q_ptr.dtype), 16) + ((row * tl.load(table + 6 * j + 1) + hk) * D)[:, None] + d[None, :]
-        k = tl.load(k_ptr, m_k, 0.0).to(tl.float32)[:, None, :] # (N, 1, D)
-        v_ptr = tl.multiple_of(tl.load(table + 6 * j + 2).to(q_ptr.dtype), 16) + ((row * tl.load(table + 6 * j + 3) + hk) * D)[:, None] + d[None, :]
-        v = tl.load(v_ptr, m_k, 0.0).to(tl.float32)[:, None, :] # (N, 1, D)
+        k, v = moda_slot(table + 6 * j, q_ptr, row, hk, d, m_k, D), moda_slot(table + 6 * j + 2, q_ptr, row, hk, d, m_k, D) # (N, 1, D)
         p = tl.exp(tl.sum(q * k, 2) - lse) # (N, G)
         ds = p * (tl.sum(dy * v, 2) - dyy)
         dq += ds[:, :, None] * k

@@ -175,9 +175,11 @@ def earlier(out, settings):
         kinds = dict(complete=bool, read=(int, float), documents=int, skipped=dict, tokens=dict)
         right = fresh.keys() <= meta.keys() and all(isinstance(meta[k], kind) for k, kind in kinds.items())
         right = right and all(isinstance(n, int) for n in (*meta["skipped"].values(), *meta["tokens"].values())) and all(re.fullmatch(r"\w+\.bin", f) for f in meta["tokens"])
-        sizes = {f: 1024 + n * np.dtype(meta["dtype"]).itemsize for f, n in meta["tokens"].items()} if right else fail(f"{out / 'meta.json'}: is not from this program; delete {out} or choose another --out_dir")
+        if not right:
+            raise ValueError
+        sizes = {f: 1024 + n * np.dtype(meta["dtype"]).itemsize for f, n in meta["tokens"].items()}
     except (ValueError, TypeError, AttributeError):
-        fail(f"{out / 'meta.json'}: cannot be read; delete {out} or choose another --out_dir")
+        fail(f"{out / 'meta.json'}: damaged, or not of this program; delete {out} or choose another --out_dir")
     if len(sizes) < 2: # no training shard yet
         return fresh
     wrong = [f"was prepared with {k} {meta[k]}, not {v}" for k, v in settings.items() if meta[k] != v]

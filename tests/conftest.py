@@ -13,9 +13,28 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    # three small shards of random ids, for test_train.py and test_resume.py
+    # three small shards of random ids, for the tests of train.py
     from ddp_worker import make_data
     return make_data(tmp_path_factory.mktemp("data"))
+
+@pytest.fixture(scope="session", autouse=True)
+def started(request, tmp_path_factory):
+    # {file: what its start_early(directory) gave}: programs that tests wait for with `early`, at work on the other core from the start
+    modules = {item.module for item in request.session.items if "early" in item.fixturenames}
+    programs = {m: m.start_early(tmp_path_factory.mktemp("early")) for m in modules}
+    yield programs
+    for started in programs.values():
+        started[0].kill()
+
+@pytest.fixture
+def early(request, started):
+    return started[request.module]
+
+@pytest.fixture
+def flags(data, tmp_path):
+    # flags(flag=value, ...): the command line of a tiny run
+    from ddp_worker import argv
+    return lambda **kw: argv(**{"data": data, "out_dir": tmp_path, "run_name": "r", **kw})
 
 @pytest.fixture
 def interpreter(monkeypatch):

@@ -1,5 +1,5 @@
 """
-Tiny data, tiny runs, and what a run did: shared by test_train.py and test_resume.py, and the script that torchrun starts for the latter.
+Tiny data, tiny runs, and what a run did: shared by the tests of train.py; and the script that torchrun starts for test_resume.py.
 Run alone: torchrun --standalone --nproc_per_node 2 tests/ddp_worker.py cases.json results
 """
 import hashlib
@@ -48,6 +48,26 @@ def same(a, b):
         return len(a) == len(b) and all(map(same, a, b))
     return torch.equal(a, b) if torch.is_tensor(a) else a == b
 
+def ckpt(run):
+    return torch.load(run / "ckpt.pt", weights_only=True)
+
+def log(run):
+    # its objects, without what depends on the machine
+    return [{k: v for k, v in json.loads(line).items() if k not in ("ms", "tok_per_s")} for line in (run / "log.jsonl").read_text().splitlines()]
+
+def same_end(a, b):
+    # two run directories: the same weights, optimizer state and random state to the bit, and the same log
+    x, y = ckpt(a), ckpt(b)
+    return all(same(x[k], y[k]) for k in ("model", "optimizers", "step", "rng")) and log(a) == log(b)
+
+def refused(capsys, args, *words):
+    # train.main(args) ends in one line that holds these words -> the line
+    with pytest.raises(SystemExit) as e:
+        train.main(args)
+    err = capsys.readouterr().err
+    assert e.value.code in (1, 2) and err.startswith("error: ") and err.count("\n") == 1 and all(str(w) in err for w in words), err
+    return err
+
 def record(args, stop=None, twin=0):
     # train.main(args) -> its exit status, the tokens of every training step, the first gradients, the (step, micro-step)s that synced, the final weights.
     # stop: SIGTERM during this step, to the last rank alone. twin: micro-steps of a DDP that syncs on the first of them in place of the last
@@ -88,6 +108,26 @@ def record(args, stop=None, twin=0):
         status = train.main(args)
     return dict(status=status, tokens=tokens[:-1], grads=grads, syncs=syncs, weights=[p.detach().clone() for p in weights])
 
+def gradients(rank=None):
+    # of attnres with random queries, in FP64, over four micro-batches; by a rank of two: fused, two of them, the first without communication
+    import kernels
+    model = train.build("attnres", n_layer=5, n_head=2, n_embd=24, vocab_size=61, block_size=9).double()
+    random = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=random, dtype=p.dtype) * (p.numel() ** -0.5 if p.ndim == 1 else 0.1)
+    batches = torch.randint(61, (4, 2, 9), generator=random)
+    if rank is None:
+        for x in batches:
+            (model(x, x)[1] / 2).backward()
+    else:
+        undo = kernels.fuse(sys.modules[type(model).__module__], say=lambda text: None)
+        net = DistributedDataParallel(model)
+        with net.no_sync():
+            net(batches[2 * rank], batches[2 * rank])[1].backward()
+        net(batches[2 * rank + 1], batches[2 * rank + 1])[1].backward()
+        undo()
+    return {n: p.grad for n, p in model.named_parameters()}
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -95,4 +135,5 @@ if __name__ == "__main__":
     results = {}
     for case, (args, stop, twin) in json.loads(Path(sys.argv[1]).read_text()).items():
         results[case] = record(args, stop, twin)
+    results["no sync"] = gradients(dist.get_rank())
     torch.save(results, f"{sys.argv[2]}.{dist.get_rank()}")

@@ -1,6 +1,7 @@
 """
 bench.py: what it measures, measured against things whose cost is known. Run: python -m pytest tests/test_bench.py
 """
+import functools
 import os
 import re
 import subprocess
@@ -102,13 +103,14 @@ def test_table_of_training(capsys):
     assert row[:2] == ["preln", "plain"] and all(float(row[i].replace(",", "")) > 0 for i in (3, 4, 7)) and float(row[6].replace(",", "")) >= 0
 
 def test_bytes_against_the_limit(interpreter, capsys, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1") # counted here, not in a process of its own
+    monkeypatch.setenv("TRITON_INTERPRET", "1") # counted here, not in a process of its own, at a quarter of the width
+    monkeypatch.setattr(bench, "count_bytes", functools.partial(bench.count_bytes, 256))
     bench.main(["--traffic", "--device", "cpu"])
     got = {op: (float(moved.replace(",", "")), float(limit.replace(",", "")), float(ratio)) for op, moved, limit, ratio in rows(capsys)}
     assert len(got) == 12 and all(ratio > 1 and abs(moved / limit - ratio) < 0.01 for moved, limit, ratio in got.values())
-    # Phi of mHC does not fit a program: X' is read once more, forward, and X' and dh, backward
-    above = {"mhc forward": 1.6, "mhc backward": 1.4}
-    assert all(ratio <= above.get(op, 1.25) for op, (_, _, ratio) in got.items()), got
+    # Phi of mHC does not fit a program: X' is read once more, forward, and X' and dh, backward; what a token has beside vectors weighs four times as much here
+    above = {"mhc forward": 1.6, "mhc backward": 1.45}
+    assert all(ratio <= above.get(op, 1.255) for op, (_, _, ratio) in got.items()), got
 
 def test_bytes_are_counted_once_per_launch(interpreter, monkeypatch):
     # a kernel of known traffic: a row loaded twice and stored once, weights that all rows share not counted

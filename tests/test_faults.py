@@ -11,24 +11,13 @@ import time
 
 import pytest
 import torch
-from ddp_worker import argv
-from faults import ckpt, fuzz_files, fuzz_flags, kills, one_fault, same_end, warm
+from ddp_worker import argv, ckpt, refused, same_end
+from faults import fuzz_files, fuzz_flags, kills, one_fault, warm
 
 import evaluate
 import prepare_fineweb
 import sample
 import train
-
-@pytest.fixture
-def flags(data, tmp_path):
-    return lambda **kw: argv(**{"data": data, "out_dir": tmp_path, "run_name": "r", **kw})
-
-def refused(capsys, args, *words):
-    with pytest.raises(SystemExit) as e:
-        train.main(args)
-    err = capsys.readouterr().err
-    assert e.value.code in (1, 2) and err.startswith("error: ") and err.count("\n") == 1 and all(str(w) in err for w in words), err
-    return err
 
 # -----------------------------------------------------------------------------
 # Sizes and names beyond reason: one line, at once, without the memory

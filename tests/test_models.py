@@ -438,9 +438,9 @@ def test_number_of_blocks_broken():
     with pytest.raises(AssertionError):
         check_step(build("preln", **TINY), lr=-1e-3)
 
-@pytest.mark.parametrize("name", NAMES if os.environ.get("NANODEPTH_SLOW") else [n for n in FIRST if n in STREAMS + ["layerrope", "postln"]])
+@pytest.mark.parametrize("name", NAMES if os.environ.get("NANODEPTH_SLOW") else ["hc", "postln"])
 def test_very_deep(name):
-    # 512 blocks of width 16; what depends on (n_layer)^2, attnres and moda, takes a minute or two: not by default
+    # 512 blocks of width 16; not all by default: attnres and moda take a minute or two
     torch.manual_seed(0)
     m = build(name, n_layer=512, n_embd=16, n_head=1, d_ff=16, vocab_size=32, block_size=2)
     check_step(m)

@@ -2,6 +2,7 @@
 train.py across interruptions and processes: exact resume, signals, full disks, checkpoints of others, one process against two.
 Run alone: python -m pytest -q tests/test_resume.py
 """
+import functools
 import json
 import os
 import resource
@@ -14,34 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_worker import argv, record, same
+from ddp_worker import argv, ckpt, gradients, make_data, record, refused, same, same_end
 
 import train
 
 NAMES = sorted(train.find_models())
 ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
 
-@pytest.fixture
-def flags(data, tmp_path):
-    return lambda **kw: argv(**{"data": data, "out_dir": tmp_path, "run_name": "r", **kw})
-
-def refused(capsys, args, *parts):
-    with pytest.raises(SystemExit) as e:
-        train.main(args)
-    err = capsys.readouterr().err
-    assert e.value.code == 1 and err.startswith("error: ") and err.count("\n") == 1 and all(str(p) in err for p in parts), err
-
-def ckpt(run):
-    return torch.load(run / "ckpt.pt", weights_only=True)
-
 def contents(run):
     return {p.name: p.read_bytes() for p in run.iterdir()}
-
-def same_end(a, b):
-    # the two run directories end in the same state, and logged the same on the way
-    x, y = ckpt(a), ckpt(b)
-    logs = [[{k: v for k, v in json.loads(line).items() if k not in ("ms", "tok_per_s")} for line in (run / "log.jsonl").read_text().splitlines()] for run in (a, b)]
-    return all(same(x[k], y[k]) for k in ("model", "optimizers", "step", "rng")) and logs[0] == logs[1]
 
 # -----------------------------------------------------------------------------
 # Exact resume
@@ -221,13 +203,10 @@ def test_parts_and_strangers(flags, tmp_path, capsys):
 FUSED = ["attnres", "attnres_block", "hc", "mgr", "mhc", "moda"]
 PAIRS = [(optimizer, accum) for optimizer in ("adamw", "muon") for accum in (1, 2, 4)]
 
-@pytest.fixture(scope="module", autouse=True)
-def launch(data, tmp_path_factory):
-    # torchrun, at work while the other tests of this file run
-    out = tmp_path_factory.mktemp("two")
+def start_early(out):
+    data, cases = make_data(out / "data"), {}
     def case(name, stop=None, twin=0, **kw):
         cases[name] = argv(**{"data": data, "out_dir": out, "run_name": name, **kw}), stop, twin
-    cases = {}
     for optimizer, accum in PAIRS:
         case(f"{optimizer} {accum}", optimizer=optimizer, micro_batch=4 // accum, steps=5)
     case("twin", micro_batch=1, steps=5, twin=4)
@@ -239,17 +218,20 @@ def launch(data, tmp_path_factory):
         case(f"fused {name}", model=name, n_layer=3, steps=2, micro_batch=2, optimizer="muon", fused="on")
     (out / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(Path(__file__).with_name("ddp_worker.py")), str(out / "cases.json"), str(out / "seen")]
-    with open(out / "stderr", "w") as stderr, subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=stderr) as process:
-        yield process, cases, out
-        process.terminate()
+    with open(out / "stderr", "w") as stderr:
+        return subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=stderr), out
 
-@pytest.fixture(scope="module")
-def two(launch):
+@pytest.fixture
+def two(early):
     # {case: what each of the two ranks recorded}, and the directory of the runs
-    process, cases, out = launch
+    process, out = early
     assert process.wait(timeout=500) == 0, (out / "stderr").read_text()[-3000:]
+    return seen(out), out
+
+@functools.cache
+def seen(out):
     ranks = [torch.load(out / f"seen.{r}") for r in (0, 1)]
-    return {name: [rank[name] for rank in ranks] for name in cases}, out
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 def tokens(ranks):
     assert not any(set(a) & set(b) for a, b in zip(*[r["tokens"] for r in ranks])) # no rank sees what the other sees
@@ -295,6 +277,12 @@ def test_resume_of_two_on_one(two, data, tmp_path):
     rest = record(argv(data=data, out_dir=tmp_path, run_name="half 1", steps=10, optimizer="muon", micro_batch=8, eval_every=5, resume="true"))
     assert rest["status"] == 0 and [sorted(t) for t in rest["tokens"]] == tokens(seen["straight"])[5:]
     assert all((v - ckpt(out / "straight")["model"][k]).abs().max() < 2e-5 for k, v in ckpt(tmp_path / "half 1")["model"].items())
+
+def test_fused_attnres_without_sync(two):
+    # the gradients of two ranks, two micro-steps each, in FP64: those of the plain model on all four
+    want = gradients()
+    for got in two[0]["no sync"]:
+        assert all((got[n] - want[n]).abs().max() < 1e-12 * want[n].abs().max() for n in want) and same(got, two[0]["no sync"][0])
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_on_two(two, data, tmp_path, name):
