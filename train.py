@@ -146,6 +146,13 @@ def build_run(config):
     # GPT of a run's config, whatever else that holds
     return build(config["model"], **{k: v for k, v in config.items() if k in config_fields(config["model"])})
 
+def build_meta(config):
+    # the same on the meta device: only shapes, no number is drawn, no table is computed
+    skip = lambda tensor, *args, **kwargs: tensor
+    no_table = mock.patch.object(load_module(find_models()[config["model"]][0]), "rotary_table", lambda T, D, base: (torch.empty(T, D // 2),) * 2, create=True)
+    with torch.device("meta"), no_table, mock.patch.multiple("torch.nn.init", kaiming_uniform_=skip, normal_=skip, trunc_normal_=skip):
+        return build_run(config)
+
 # -----------------------------------------------------------------------------
 # Flags: TrainConfig plus the fields of the chosen model's GPTConfig
 
@@ -242,11 +249,8 @@ def settle(cfg, given, world_size=1):
     cfg.tokenizer = meta.get("tokenizer", "gpt2")
     if "vocab_size" not in given and meta:
         cfg.vocab_size = -(-meta["vocab_size"] // 64) * 64
-    skip = lambda tensor, *args, **kwargs: tensor # nothing to draw on meta, and no table
-    no_table = mock.patch.object(load_module(find_models()[cfg.model][0]), "rotary_table", lambda T, D, base: (torch.empty(T, D // 2),) * 2, create=True)
     try:
-        with torch.device("meta"), no_table, mock.patch.multiple("torch.nn.init", kaiming_uniform_=skip, normal_=skip, trunc_normal_=skip):
-            model = build_run(vars(cfg))
+        model = build_meta(vars(cfg))
     except ValueError as e:
         fail(f"--{e}")
     except (RuntimeError, TypeError) as e: # torch counts bytes in 63 bits
@@ -406,15 +410,13 @@ class Muon(torch.optim.Optimizer):
                         self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 bufs, grads = [self.state[p]["momentum_buffer"] for p in ps], [p.grad for p in ps]
                 torch._foreach_lerp_(bufs, grads, 1 - group["momentum"])
-                share = -(-len(ps) // self.world) # matrices per process, the last share padded
-                mine = range(self.rank * share, min((self.rank + 1) * share, len(ps)))
-                out = grads[0].new_zeros(share, rows, cols)
-                if len(mine):
-                    nesterov = torch.stack([grads[i].lerp(bufs[i], group["momentum"]) for i in mine]) # (share, rows, cols)
-                    out[:len(mine)] = self.orthogonalise(nesterov.bfloat16() if out.is_cuda else nesterov)
+                share = -(-len(ps) // self.world) # matrices per process, the last share padded with zeros
+                mine = range(self.rank * share, (self.rank + 1) * share)
+                X = torch.stack([grads[i].lerp(bufs[i], group["momentum"]) if i < len(ps) else torch.zeros_like(ps[0]) for i in mine]) # (share, rows, cols)
+                out = self.orthogonalise(X.bfloat16() if X.is_cuda else X).to(X.dtype)
                 if self.world > 1:
-                    gathered = [torch.empty_like(out) for _ in range(self.world)]
-                    dist.all_gather(gathered, out)
+                    gathered = [torch.empty_like(X) for _ in range(self.world)]
+                    dist.all_gather(gathered, out.contiguous())
                     out = torch.cat(gathered)
                 torch._foreach_mul_(ps, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(ps, list(out[:len(ps)].unbind()), alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
@@ -582,9 +584,8 @@ def resume(run, cfg, model, optimizers, rank):
 def activation_bytes(cfg):
     # estimate of what autograd keeps for one micro-batch, counted on small models: a parabola in n_layer, a line in vocab_size
     def saved(L, V, T):
-        with torch.device("meta"):
-            model = build_run({**vars(cfg), "n_layer": L, "vocab_size": V, "block_size": T})
-        model.to_empty(device="cpu") # the numbers do not matter, only what is kept
+        model = build_meta({**vars(cfg), "n_layer": L, "vocab_size": V, "block_size": T}).to_empty(device="cpu") # what is kept does not hang on the numbers,
+        torch._foreach_zero_(list(model.buffers())) # unless they are used as an index
         idx, kept, weights = torch.zeros(1, T, dtype=torch.int64), {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
         def pack(t):
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage() # one that lives keeps its address

@@ -81,6 +81,17 @@ def test_dry_run(monkeypatch, capsys, go, tmp_path):
     go(dry_run="run")
     assert json.loads(capsys.readouterr().out)["bytes_activations"] > 0 and not (tmp_path / "out").exists()
 
+@pytest.mark.parametrize("name", {path: name for name, (path, _) in train.find_models().items()}.values()) # one of each file
+def test_activations_are_counted_on_weights_of_any_value(name, monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True) # with NaN, or with the largest integer
+    torch.use_deterministic_algorithms(True)
+    try:
+        cfg, given = train.parse(argv(model=name))
+        train.settle(cfg, given)
+        assert train.activation_bytes(cfg) > 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
 def check_schedule(lr, N, W, peak, low):
     assert lr[0] == pytest.approx(peak / W) and lr[W - 1] == pytest.approx(peak, rel=1e-12) == max(lr)
     assert W == N or lr[-1] == low
