@@ -255,7 +255,7 @@ def table(args):
             peak = pool.apply(peak_bytes, (name, arm, args))
         low, mid, high = statistics.quantiles(ratios, n=4, method="inclusive")
         print(f"| {name} | {arm} | {mid:.3f} [{low:.3f} {high:.3f}] | {ms:.1f} | {args.tokens / ms * 1e3:,.0f} | {flops / arms[PRELN][2]:.3f} | {peak / 1e6:,.0f} | "
-              f"{saved_bytes(forward) / args.tokens / 2 / args.n_layer:,.0f} |", flush=True)
+              f"{'' if args.compile else f'{saved_bytes(forward) / args.tokens / 2 / args.n_layer:,.0f}'} |", flush=True) # a compiled part hides what it saves
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
