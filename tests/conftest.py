@@ -19,12 +19,13 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def started(request, tmp_path_factory):
-    # {file: what its start_early(directory) gave}: programs that tests wait for with `early`, at work on the other core from the start
+    # {file: what its start_early(directory) gave, a tuple}: programs that tests wait for with `early`, at work on the other core from the start
     modules = {item.module for item in request.session.items if "early" in item.fixturenames}
     programs = {m: m.start_early(tmp_path_factory.mktemp("early")) for m in modules}
     yield programs
     for started in programs.values():
-        started[0].kill()
+        for process in (p for p in started if hasattr(p, "kill")):
+            process.kill()
 
 @pytest.fixture
 def early(request, started):
