@@ -846,6 +846,9 @@ def main(argv=None):
         for s, handler in before.items():
             signal.signal(s, handler)
         if world > 1:
+            if isinstance(error := sys.exc_info()[1], SystemExit): # gloo can hang while what an error leaves is torn down, and all others with it
+                sys.stdout.flush(), sys.stderr.flush()
+                os._exit(error.code)
             dist.destroy_process_group()
 
 if __name__ == "__main__":
