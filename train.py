@@ -585,7 +585,8 @@ def activation_bytes(cfg):
     # estimate of what autograd keeps for one micro-batch, counted on small models: a parabola in n_layer, a line in vocab_size
     def saved(L, V, T):
         model = build_meta({**vars(cfg), "n_layer": L, "vocab_size": V, "block_size": T}).to_empty(device="cpu") # what is kept does not hang on the numbers,
-        torch._foreach_zero_(list(model.buffers())) # unless they are used as an index
+        for b in model.buffers(): # unless they are an index
+            b.zero_()
         idx, kept, weights = torch.zeros(1, T, dtype=torch.int64), {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
         def pack(t):
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage() # one that lives keeps its address
