@@ -450,62 +450,43 @@ def mhc_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, dnew_mix
     dmix, dwrite = dpart.sum(0).split((N, 1), dim=-1) # (R, N, N), (R, N, 1)
     return dX, dy, dmix, dwrite.squeeze(-1), dW.sum(0), dgain.sum(0), dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z).sum(0))
 
-def pieces(*tensors):
-    # off the chip: not all tokens at once, so that a step finds in cache what the step before it wrote
-    return zip(*(t.split(max(1, 2**18 // tensors[0][0].numel())) for t in tensors))
-
 def torch_forward(op, X, y, mix, write, W, gain, *small):
-    K, J = W.size(1), len(W)
-    new, h, rs = torch.empty_like(X), torch.empty_like(y, dtype=X.dtype), mix.new_empty(len(X), 1)
-    z, r = (mix.new_empty(len(X), X[0].numel() // K, k) for k in (J, 1)) # (R, N, J) or (R, 1, M), (R, N, 1) or (R, 1, 1)
-    for x, y, mix, write, new_, z_, r_ in pieces(X, y, mix, write, new, z, r):
-        v, x = new_ if new_.dtype == mix.dtype else new_.to(mix.dtype), x.to(mix.dtype) # (R, N, C)
-        torch.bmm(mix, x, out=v) if mix.dim() == 3 else torch.mul(mix.unsqueeze(-1), x, out=v)
-        new_.copy_(v.addcmul_(write.unsqueeze(-1), y.to(mix.dtype).unsqueeze(1)))
-        v = new_.to(mix.dtype).view(-1, K) # (R*N, C) or (R, N*C), rounded as it is kept
-        r_.copy_(rstd(v, op.eps).view(r_.shape))
-        torch.mul((v @ W.T).view(z_.shape), r_, out=z_)
+    K, x, y = W.size(1), X.to(mix.dtype), y.to(mix.dtype).unsqueeze(1) # (R, N, C), (R, 1, C)
+    v = torch.bmm(mix, x).addcmul_(write.unsqueeze(-1), y) if mix.dim() == 3 else torch.lerp(x, y, write.unsqueeze(-1)) # (R, N, C)
+    new = v.to(X.dtype)
+    v = new.to(mix.dtype) # rounded as it is kept
+    r = rstd(v.view(len(X), -1, K), op.eps) # (R, N, 1) or (R, 1, 1)
+    z = (v.view(-1, K) @ W.T).view(len(X), -1, len(W)).mul_(r) # (R, N, J) or (R, 1, M)
     read, *c = (t.contiguous() for t in op.coefficients(z, *small))
-    for new_, read_, h_, rs_ in pieces(new, read, h, rs):
-        s = torch.bmm(read_.unsqueeze(1), new_.to(read.dtype)).squeeze(1) # (R, C)
-        rs_.copy_(rstd(s, op.norm_eps))
-        h_.copy_(s.mul_(rs_).mul_(gain))
-    return (h, new, *c), (z, r, rs, new) # X' is kept at no cost: it is the X of the next sub-layer
+    s = torch.bmm(read.unsqueeze(1), v).squeeze(1) # (R, C)
+    rs = rstd(s, op.norm_eps) # (R, 1)
+    return (s.mul_(rs).mul_(gain).to(X.dtype), new, *c), (z, r, rs, new) # X' is kept at no cost: it is the X of the next sub-layer
 
 def torch_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
     (z, r, rs, new), K = saved, W.size(1)
     with torch.enable_grad(): # the coefficients are small: autograd does them
         leaves = [t.detach().requires_grad_() for t in (z, *small)]
         coefficients = op.coefficients(*leaves)
-    read = coefficients[0].detach().contiguous() # (R, N)
-    ds, dread, dgain = torch.empty_like(y, dtype=mix.dtype), torch.empty_like(read), torch.zeros_like(gain)
-    for v, dh, read_, rs, ds_, dread_ in pieces(new, dh, read, rs, ds, dread):
-        # h = s rs gain, rs = (mean(s^2) + eps)^-1/2: ds = rs (u - s rs^2 mean(u s)) with u = dh gain
-        v, dh = v.to(mix.dtype), dh.to(mix.dtype) # (R, N, C), (R, C)
-        s, u = torch.bmm(read_.unsqueeze(1), v).squeeze(1), dh * gain # (R, C)
-        torch.mul(u, rs, out=ds_).addcmul_(s, rs**3 * (u * s).mean(dim=-1, keepdim=True), value=-1)
-        dgain += (rs.T @ (dh * s)).squeeze(0)
-        torch.sum(v * ds_.unsqueeze(1), dim=-1, out=dread_)
+    read, v, x, y_, dh = coefficients[0].detach().contiguous(), *(t.to(mix.dtype) for t in (new, X, y.unsqueeze(1), dh)) # (R, N), (R, N, C), (R, N, C), (R, 1, C), (R, C)
+    # h = s rs gain, rs = (mean(s^2) + eps)^-1/2: ds = rs (u - s rs^2 mean(u s)) with u = dh gain
+    s = torch.bmm(read.unsqueeze(1), v).squeeze(1) # (R, C)
+    us = dh * s # (R, C)
+    dgain = (rs.T @ us).squeeze(0) # (C)
+    ds = (dh * gain).mul_(rs).addcmul_(s, (us @ gain).unsqueeze(-1).mul_(rs**3), value=-1 / s.size(-1)) # (R, C)
+    dread = (v * ds.unsqueeze(1)).sum(dim=-1) # (R, N)
     dz, *dsmall = torch.autograd.grad(coefficients, leaves, (dread, *dc), allow_unused=True)
     # z = (v @ W.T) r, r = (mean(v^2) + eps)^-1/2: dv = (r dz) @ W - v r^2 mean_K(dz z)
-    t, p = r.square() * (dz * z).sum(dim=-1, keepdim=True) / K, r * dz # as r, as z
-    dX, dy, dmix, dwrite, dW = *(torch.empty_like(t, dtype=mix.dtype) for t in (X, y, mix, write)), torch.zeros_like(W)
-    for v, x, y_, mix, write, g, read, ds, t, p, dX_, dy_, dmix_, dwrite_ in pieces(new, X, y, mix, write, dnew, read, ds, t, p, dX, dy, dmix, dwrite):
-        v, x, y_, p = v.to(mix.dtype).view(*t.shape[:2], K), x.to(mix.dtype), y_.to(mix.dtype).unsqueeze(1), p.flatten(0, 1)
-        g = torch.addcmul(g.to(mix.dtype), read.unsqueeze(-1), ds.unsqueeze(1)) # (R, N, C) the whole gradient of X'
-        g.view(-1, K).addmm_(p, W)
-        g.view(v.shape).addcmul_(v, t, value=-1)
-        dW.addmm_(p.T, v.flatten(0, 1))
-        # X' = mix @ X + write y
-        torch.sum(g * y_, dim=-1, out=dwrite_)
-        torch.bmm(write.unsqueeze(1), g, out=dy_.unsqueeze(1))
-        if mix.dim() == 3:
-            torch.bmm(g, x.mT, out=dmix_)
-            torch.bmm(mix.mT, g, out=dX_)
-        else: # MGR: the diagonal alone
-            torch.sum(g * x, dim=-1, out=dmix_)
-            torch.mul(g, mix.unsqueeze(-1), out=dX_)
-    return dX.to(X.dtype), dy.to(y.dtype), dmix, dwrite, dW, dgain, *dsmall
+    t, p = (dz * z).sum(dim=-1, keepdim=True).mul_(r).mul_(r), (r * dz).flatten(0, 1) # as r, (R*N, J) or (R, M)
+    g = torch.addcmul(dnew.to(mix.dtype), read.unsqueeze(-1), ds.unsqueeze(1)) # (R, N, C) the whole gradient of X'
+    g.view(-1, K).addmm_(p, W)
+    g.view(len(X), -1, K).addcmul_(v.view(len(X), -1, K), t, value=-1 / K)
+    dW = p.T @ v.view(-1, K)
+    dy = torch.bmm(write.unsqueeze(1), g).squeeze(1).to(y.dtype) # (R, C)
+    if mix.dim() == 3: # X' = mix @ X + write y
+        dX, dmix, dwrite = torch.bmm(mix.mT, g), torch.bmm(g, x.mT), (g * y_).sum(dim=-1)
+    else: # MGR: X' = X + write (y - X), and mix = 1 - write
+        dX, dmix, dwrite = g * mix.unsqueeze(-1), None, (y_ - x).mul_(g).sum(dim=-1)
+    return dX.to(X.dtype), dy, dmix, dwrite, dW, dgain, *dsmall
 
 class Connect(torch.autograd.Function):
 
