@@ -49,23 +49,26 @@ def hc_coefficients(z, base, scale): # z (R, N, N+2), columns: read, what goes t
     return v[..., 0], v[..., 1:-1].mT, v[..., -1]
 
 class Sinkhorn(torch.autograd.Function):
-    # M_t = M_{t-1} / S_t, S_t: sums of the columns where t is odd, of the rows where it is even: dM_{t-1} = (dM_t - <dM_t, M_t>) / S_t
+    # M_t = M_{t-1} / S_t, S_t: sums of the columns where t is odd, of the rows where it is even: dM_{t-1} = (dM_t - <dM_t, M_t>) / S_t.
+    # Kept: S_t and the last M, which walks back
 
     @staticmethod
     def forward(ctx, M, steps):
-        ctx.steps = []
+        S = []
         for t in range(1, steps + 1):
-            S = M.sum(dim=1 - t % 2, keepdim=True).add_(1e-6)
-            M = M / S # (N, N, R)
-            ctx.steps.append((M, S, 1 - t % 2))
+            S.append(M.sum(dim=1 - t % 2, keepdim=True).add_(1e-6))
+            M = M / S[0] if t == 1 else M.div_(S[-1]) # (N, N, R)
+        ctx.save_for_backward(M, *S)
         return M
 
     @staticmethod
     def backward(ctx, dM):
-        dM = dM.clone(memory_format=torch.contiguous_format)
-        for M, S, dim in reversed(ctx.steps):
-            dM.sub_((dM * M).sum(dim=dim, keepdim=True)).div_(S)
-        return dM, None
+        M, *S = ctx.saved_tensors
+        M, Q = M.clone(), dM.contiguous() * M # (N, N, R), Q_t = dM_t M_t: Q_{t-1} = Q_t - <dM_t, M_t> M_t
+        for t in range(len(S), 0, -1):
+            Q.addcmul_(Q.sum(dim=1 - t % 2, keepdim=True), M, value=-1)
+            M.mul_(S[t - 1])
+        return Q.div_(M), None
 
 def mhc_coefficients(z, b, alpha, P, n, iters): # z (R, 1, M)
     pre, post, res = (a * z + b for a, z, b in zip(alpha, z[:, 0].tensor_split((n, 2 * n), dim=-1), b.tensor_split((n, 2 * n))))
@@ -457,23 +460,24 @@ def torch_forward(op, X, y, mix, write, W, gain, *small):
     v = new.to(mix.dtype) # rounded as it is kept
     r = rstd(v.view(len(X), -1, K), op.eps) # (R, N, 1) or (R, 1, 1)
     z = (v.view(-1, K) @ W.T).view(len(X), -1, len(W)).mul_(r) # (R, N, J) or (R, 1, M)
-    read, *c = (t.contiguous() for t in op.coefficients(z, *small))
+    with torch.set_grad_enabled(op.grad): # the coefficients are small: autograd does them
+        leaves = [t.detach().requires_grad_(op.grad) for t in (z, *small)]
+        op.graph = leaves, op.coefficients(*leaves)
+    read, *c = (t.detach().contiguous() for t in op.graph[1])
     s = torch.bmm(read.unsqueeze(1), v).squeeze(1) # (R, C)
     rs = rstd(s, op.norm_eps) # (R, 1)
-    return (s.mul_(rs).mul_(gain).to(X.dtype), new, *c), (z, r, rs, new) # X' is kept at no cost: it is the X of the next sub-layer
+    return (s.mul_(rs).mul_(gain).to(X.dtype), new, *c), (z, r, rs, read, new) # X' is kept at no cost: it is the X of the next sub-layer
 
 def torch_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
-    (z, r, rs, new), K = saved, W.size(1)
-    with torch.enable_grad(): # the coefficients are small: autograd does them
-        leaves = [t.detach().requires_grad_() for t in (z, *small)]
-        coefficients = op.coefficients(*leaves)
-    read, v, x, y_, dh = coefficients[0].detach().contiguous(), *(t.to(mix.dtype) for t in (new, X, y.unsqueeze(1), dh)) # (R, N), (R, N, C), (R, N, C), (R, 1, C), (R, C)
+    (z, r, rs, read, new), K = saved, W.size(1)
+    v, x, y_, dh = (t.to(mix.dtype) for t in (new, X, y.unsqueeze(1), dh)) # (R, N, C), (R, N, C), (R, 1, C), (R, C)
     # h = s rs gain, rs = (mean(s^2) + eps)^-1/2: ds = rs (u - s rs^2 mean(u s)) with u = dh gain
     s = torch.bmm(read.unsqueeze(1), v).squeeze(1) # (R, C)
     us = dh * s # (R, C)
     dgain = (rs.T @ us).squeeze(0) # (C)
     ds = (dh * gain).mul_(rs).addcmul_(s, (us @ gain).unsqueeze(-1).mul_(rs**3), value=-1 / s.size(-1)) # (R, C)
     dread = (v * ds.unsqueeze(1)).sum(dim=-1) # (R, N)
+    leaves, coefficients = op.graph
     dz, *dsmall = torch.autograd.grad(coefficients, leaves, (dread, *dc), allow_unused=True)
     # z = (v @ W.T) r, r = (mean(v^2) + eps)^-1/2: dv = (r dz) @ W - v r^2 mean_K(dz z)
     t, p = (dz * z).sum(dim=-1, keepdim=True).mul_(r).mul_(r), (r * dz).flatten(0, 1) # as r, (R*N, J) or (R, M)
@@ -513,7 +517,7 @@ def stream_connect(op, state, norm, W, *small):
         c = (write,) if op.kind[:3] == "mgr" else (torch.eye(N, dtype=write.dtype, device=X.device).expand(B, T, N, N), write)
     mix, write = c if len(c) == 2 else (1 - c[0], c[0]) # MGR: (1 - gate) X + gate y
     mix = mix.diag_embed() if len(c) == 1 and on_chip(X) else mix
-    op.norm_eps = norm.eps
+    op.norm_eps, op.grad = norm.eps, torch.is_grad_enabled()
     with torch.autocast(X.device.type, enabled=False):
         h, X, *c = Connect.apply(op, *(t.flatten(0, 1).contiguous() for t in (X, y, mix, write)), W.contiguous(), norm.weight, *small)
     return h.view(B, T, C), X.view(B, T, N, C), *(t.unflatten(0, (B, T)) for t in c)
