@@ -10,6 +10,7 @@ Exit status: 0 finished, 1 error, 2 a flag that cannot be parsed, 3 diverged, 13
 """
 import ast
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import functools
@@ -667,6 +668,8 @@ def layer_stats(model, cfg, x, y):
 def speed_up(model, cfg, rank=0):
     # kernels.py and torch.compile, each in place; depth mixing stays outside the compiled part. Returns what swaps the kernels out again
     module, undo = sys.modules[type(model).__module__], None
+    if cfg.device == "cpu" and hasattr(libc := ctypes.CDLL(None) if sys.platform == "linux" else None, "mallopt"):
+        libc.mallopt(-3, 2**25), libc.mallopt(-1, 2**31 - 1) # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: glibc hands no page back that the next step asks for again
     if cfg.fused != "off":
         import kernels
         if cfg.fused == "on" or kernels.gains(module, cfg.device):
