@@ -379,8 +379,8 @@ class Loader:
 class Muon(torch.optim.Optimizer):
     """Momentum, then the nearest semi-orthogonal matrix by five Newton-Schulz steps (Jordan et al., 2024). For hidden matrices only.
 
-    Same-shape matrices go through one batched product, in bf16 on CUDA and FP32 on CPU; each process does its share of them. In FP32 a long
-    matrix is multiplied only at the start and the end: every step is a polynomial of X X^T, five of them are one product of the short sides.
+    Same-shape matrices go through one batched product, in bf16 on CUDA and FP32 on CPU; each process does its share of them. In FP32 two
+    or three steps on a long matrix are multiplied together before it is; bf16 is too coarse for that.
     """
 
     def __init__(self, params, lr=0.02, momentum=0.95, weight_decay=0.1):
@@ -388,18 +388,20 @@ class Muon(torch.optim.Optimizer):
         self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
     @staticmethod
-    def orthogonalise(X, steps=5):
+    def orthogonalise(X):
         # X: (n, rows, cols), each matrix brought to singular values near 1
         tall = X.size(1) > X.size(2)
         X = X.mT if tall else X
         X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-20)
-        short = X.dtype.itemsize > 2 and X.size(2) > 1.5 * X.size(1) # X_t = Y_t X with Y_t (n, r, r), r the shorter side; bf16 is too coarse for that
-        G, Y = (X @ X.mT, torch.eye(X.size(1), dtype=X.dtype, device=X.device).expand(len(X), -1, -1)) if short else (None, X)
-        for _ in range(steps):
-            A = Y @ G @ Y if short else Y @ Y.mT # (n, r, r)
-            B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315) # b A + c A A
-            Y = torch.baddbmm(Y, B, Y, beta=3.4445) # a Y + B Y
-        X = Y @ X if short else Y
+        long = X.dtype.itemsize > 2 and X.size(2) > 1.5 * X.size(1)
+        for part in (2, 3) if long else (1, 1, 1, 1, 1):
+            A, Y = X @ X.mT, None # (n, r, r), r the shorter side
+            for t in range(part):
+                A = B @ A @ B if t else A # (B X) (B X)^T: all of them are polynomials of the first
+                B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315) # b A + c A A
+                B.diagonal(dim1=1, dim2=2).add_(3.4445) # + a
+                Y = B @ Y if t else B
+            X = Y @ X
         return X.mT if tall else X
 
     @torch.no_grad()

@@ -559,7 +559,7 @@ def check_graphs(m):
     want = m(tokens(m), tokens(m, seed=2))[1]
     torch._dynamo.reset()
     with mock.patch.object(nn.Module, "compile", lambda self: compile(self, backend=counter)):
-        speed_up(m, SimpleNamespace(fused="off", compile=True))
+        speed_up(m, SimpleNamespace(fused="off", compile=True, device="cpu"))
     got = m(tokens(m), tokens(m, seed=2))[1]
     got.backward()
     torch._dynamo.reset()
