@@ -30,10 +30,11 @@ def read_run(path):
             row = json.loads(line)
             rows[row["step"], "val_loss" in row] = row # of a step logged twice, the last
     run = dict(model="?", n_layer=0, n_embd=0, learning_rate=math.nan, seed=-1, step=0, vocab_size=1, n_params=0, n_params_depth=0, tokens=0,
-               val_loss=math.nan, status="incomplete" if config or rows else "missing", log=[rows[key] for key in sorted(rows)])
-    for part in (config, *run["log"], result):
-        run.update({k: v for k, v in part.items() if v is not None})
-    run.update(name=path.name, panel=f"L{run['n_layer']} d{run['n_embd']}")
+               val_loss=math.nan, status="incomplete" if config or rows else "missing")
+    kinds, lines = {k: str if isinstance(v, str) else (int, float) for k, v in run.items()}, [rows[key] for key in sorted(rows)]
+    for part in (config, *lines, result): # what is not of its kind is as good as missing
+        run.update({k: v for k, v in part.items() if v is not None and isinstance(v, kinds.get(k, object))})
+    run.update(name=path.name, panel=f"L{run['n_layer']} d{run['n_embd']}", log=lines)
     run["setting"] = {(k, str(v)) for k, v in config.items() if k not in NOT_THE_RUN | {"seed", "learning_rate"}}
     return run if run["status"] != "finished" or math.isfinite(run["val_loss"]) else dict(run, status="diverged")
 

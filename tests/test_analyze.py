@@ -586,6 +586,12 @@ def test_table_of_imperfect_runs(tmp_path, capsys):
         got = json.loads((tmp_path / "out" / f"{measure}.json").read_text(), parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
         assert (tmp_path / "out" / f"{measure}.png").stat().st_size > 5000 and got["runs"]
 
+def test_run_with_fields_of_another_kind(tmp_path, capsys):
+    runs = [write_run(tmp_path, "a", 2.0), write_run(tmp_path, "b", 2.0, model=7, n_layer="two", n_embd=[16], seed="0", learning_rate=None, status=3)]
+    for measure in ("table", "curves", "shapes", "lr"): # as if they were missing
+        assert analyze.main([measure, *runs, "--out_dir", str(tmp_path / "out")]) == 0
+    assert "| ? | 0 | 0 |" in capsys.readouterr().out
+
 def test_lr_sensitivity(tmp_path, capsys):
     # by hand: preln 3.0, 2.0, 4.0 at 1, 2, 4e-3; diverged at 8e-3; hc has 1, 2, 8e-3 only
     cap = math.log(320)
