@@ -602,19 +602,22 @@ except SystemExit:
 """
 
 @pytest.mark.skipif("hc" not in NAMES, reason="needs model_hc.py")
-def test_a_file_of_ones_own(tmp_path):
+def start_early(tmp):
     for path in [HERE / "train.py", *(p for p, _ in MODELS.values())]:
-        shutil.copy(path, tmp_path)
-    shutil.copy(__file__, tmp_path)
+        shutil.copy(path, tmp)
+    shutil.copy(__file__, tmp)
     text = MODELS["hc"][0].read_text(encoding="utf-8")
     line = next(n for n in ast.parse(text).body if isinstance(n, ast.Assign) and n.targets[0].id == "VARIANTS")
     lines = text.split("\n")
     lines[line.lineno - 1:line.end_lineno] = ['VARIANTS = {"mine": {}}']
-    (tmp_path / "model_mine.py").write_text("\n".join(lines), encoding="utf-8")
-    (tmp_path / "model_broken.py").write_text('VARIANTS = {"broken": {}}\nclass GPT(:\n', encoding="utf-8") # does not parse
-    (tmp_path / "model_fails.py").write_text('VARIANTS = {"fails": {}}\nimport no_such_module\n', encoding="utf-8") # fails when imported
+    (tmp / "model_mine.py").write_text("\n".join(lines), encoding="utf-8")
+    (tmp / "model_broken.py").write_text('VARIANTS = {"broken": {}}\nclass GPT(:\n', encoding="utf-8") # does not parse
+    (tmp / "model_fails.py").write_text('VARIANTS = {"fails": {}}\nimport no_such_module\n', encoding="utf-8") # fails when imported
     script = USER.replace("NAMES) <= set(models)", f"{NAMES!r}) <= set(models)")
     script = script.replace("import test_models\n", "import train\ntrain.find_models.cache_clear()\nfails = train.find_models().pop('fails')\nimport test_models\ntrain.find_models()['fails'] = fails\n", 1)
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.strip().endswith("the others work"), done.stderr
-    assert "model_broken.py" in done.stderr and "model_fails.py" in done.stderr
+    return subprocess.Popen([sys.executable, "-c", script], cwd=tmp, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
+
+def test_a_file_of_ones_own(early):
+    out, err = early[0].communicate(timeout=300)
+    assert early[0].returncode == 0 and out.strip().endswith("the others work"), err
+    assert "model_broken.py" in err and "model_fails.py" in err
