@@ -478,7 +478,7 @@ def torch_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
     ds = (dh * gain).mul_(rs).addcmul_(s, (us @ gain).unsqueeze(-1).mul_(rs**3), value=-1 / s.size(-1)) # (R, C)
     dread = (v * ds.unsqueeze(1)).sum(dim=-1) # (R, N)
     leaves, coefficients = op.graph
-    dz, *dsmall = torch.autograd.grad(coefficients, leaves, (dread, *dc), allow_unused=True)
+    dz, *dsmall = torch.autograd.grad(coefficients, leaves, (dread, *dc), retain_graph=True, allow_unused=True) # kept as long as the outer graph
     # z = (v @ W.T) r, r = (mean(v^2) + eps)^-1/2: dv = (r dz) @ W - v r^2 mean_K(dz z)
     t, p = (dz * z).sum(dim=-1, keepdim=True).mul_(r).mul_(r), (r * dz).flatten(0, 1) # as r, (R*N, J) or (R, M)
     g = torch.addcmul(dnew.to(mix.dtype), read.unsqueeze(-1), ds.unsqueeze(1)) # (R, N, C) the whole gradient of X'
