@@ -229,12 +229,14 @@ def prepare(out, meta, rows, total):
     bar.close()
     print(f"skipped {sum(skipped.values()):,}:", ", ".join(f"{n:,} {why}" for why, n in skipped.items()) or "all is text")
     if not trained:
-        fail(f"--source: {meta['source']}: {meta['documents']:,} documents of {size:,} tokens in all, too few for training beside validation")
+        fail(f"--source: {meta['source']}: {meta['documents']:,} documents of {sum(meta['tokens'].values()) + size:,} tokens in all, too few for training beside validation")
     meta["complete"] = True
     save()
 
 def count(text):
-    return max(0, int(float(text)))
+    if not 0 <= float(text) < 2**63:
+        raise ValueError # argparse names the flag and the value
+    return int(float(text))
 
 def main(argv=None):
     p = argparse.ArgumentParser(description="Text -> token shards.", allow_abbrev=False)

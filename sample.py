@@ -60,7 +60,7 @@ def main(argv=None):
         fail(f"--prompt_file: {args.prompt_file}: {e}")
     try:
         model, generator = model.to(args.device), torch.Generator(args.device).manual_seed(args.seed)
-    except (RuntimeError, AssertionError) as e:
+    except (RuntimeError, AssertionError, ValueError) as e:
         fail(f"--device: {args.device}, --seed {args.seed}: {str(e).splitlines()[0]}")
     for i in range(args.num_samples):
         print("---\n" * (i > 0) + prompt, end="", flush=True)

@@ -305,7 +305,7 @@ def open_shard(path):
             fail(f"{path}: its header of {head.size} numbers begins {head[:2].tolist()}, not with a magic and version of {list(HEADERS)}")
         dtype, count = HEADERS[tuple(head[:2].tolist())], int(head[2])
         if size != 1024 + count * dtype.itemsize:
-            fail(f"{path}: header says {count} tokens of {dtype.itemsize} bytes, the file holds {(size - 1024) / dtype.itemsize:g}; make it again")
+            fail(f"{path}: header says {count} tokens of {dtype.itemsize} bytes, the file holds {(size - 1024) / dtype.itemsize:.15g}; make it again")
         return dtype, 1024, count
     ids = np.fromfile(path, "<u2", 4096)
     if size % 2 or ids.size > 1 and ids[::2].any() and not ids[1::2].any():
@@ -456,7 +456,8 @@ def write_atomic(path, write):
     except (OSError, RuntimeError) as e: # torch.save reports a full disk as a RuntimeError
         with contextlib.suppress(OSError):
             tmp.unlink()
-        fail(f"{path}: cannot be written ({str(e).splitlines()[0]}); an earlier one is untouched")
+        why = "the disk is full, or the file too large" if isinstance(e, RuntimeError) else e.strerror or e
+        fail(f"{path}: cannot be written ({why})" + "; the earlier one is untouched" * path.exists())
 
 def write_json(path, value):
     write_atomic(path, lambda f: f.write((json.dumps(value, indent=1) + "\n").encode()))

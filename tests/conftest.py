@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+def pytest_collection_finish(session):
+    gc.freeze() # what was imported and collected is no garbage: not looked through again at every collection
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):

@@ -232,7 +232,8 @@ def test_misuse(corpus, tmp_path, capsys):
     (out / "train_000002.bin").unlink()
     assert "train_000002.bin" in fails(capsys, *base, "--shard_tokens", 4000)
     assert "--max_token" in fails(capsys, "--max_token", "5", code=2)
-    assert "--max_tokens" in fails(capsys, "--max_tokens", "many", code=2)
+    for value in ("many", "inf", "nan", "-5"):
+        assert "--max_tokens" in (line := fails(capsys, "--max_tokens=" + value, code=2)) and value in line
     assert "known: bytes" in fails(capsys, "--source", corpus, "--tokenizer", "gpt-2")
     assert "nowhere.txt" in fails(capsys, "--source", tmp_path / "nowhere.txt", "--tokenizer", "bytes")
     (tmp_path / "file").write_text("x")

@@ -174,6 +174,7 @@ def test_seeds_and_greedy(tmp_path, capsys):
     (tmp_path / "p.txt").write_text("x = 1", encoding="utf-8")
     assert text(capsys, path, "--prompt_file", tmp_path / "p.txt", "--max_new_tokens", 20, "--temperature", 0) == greedy[0]
     assert "--temperature" in fails(capsys, sample.main, path, "--temperature", -1) and "p.txt2" in fails(capsys, sample.main, path, "--prompt_file", tmp_path / "p.txt2")
+    assert "--seed 99999999999999999999" in fails(capsys, sample.main, path, "--seed", 99999999999999999999)
 
 class Fixed(torch.nn.Module): # a model that always wants the next id of a list
     def __init__(self, ids):
