@@ -41,7 +41,7 @@ def blocks(x):
 #   s  = read @ X';  h = s * rstd(s) * gain
 #
 # Plain autograd keeps several FP32 copies of the streams and walks over them a dozen times. Kept here: X and y, in their own type, and
-# small tensors; X' is rebuilt (off the chip and by mHC it is kept: the next sub-layer keeps the same tensor, as its X). In vectors of one
+# small tensors (off the chip also the coefficients' graph); X' is rebuilt (off the chip and by mHC it is kept: the next sub-layer keeps the same tensor, as its X). In vectors of one
 # token: kept n + 1, moved 2n + 2 forward and 3n + 3 backward.
 
 def hc_coefficients(z, base, scale): # z (R, N, N+2), columns: read, what goes to each stream, write

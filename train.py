@@ -671,8 +671,9 @@ def layer_stats(model, cfg, x, y):
 def speed_up(model, cfg, rank=0):
     # kernels.py and torch.compile, each in place; depth mixing stays outside the compiled part. Returns what swaps the kernels out again
     module, undo = sys.modules[type(model).__module__], None
-    if cfg.device == "cpu" and hasattr(libc := ctypes.CDLL(None) if sys.platform == "linux" else None, "mallopt"):
-        libc.mallopt(-3, 2**25), libc.mallopt(-1, 2**31 - 1) # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: glibc hands no page back that the next step asks for again
+    if cfg.device == "cpu" and platform.libc_ver()[0] == "glibc": # what is freed stays here, where the next step asks for it again
+        for option, value in ((-3, 2**25), (-1, 2**31 - 1)): # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, value)
     if cfg.fused != "off":
         import kernels
         if cfg.fused == "on" or kernels.gains(module, cfg.device):

@@ -94,7 +94,8 @@ class Repo:
     def popen(self, *args, **env):
         clean = {k: v for k, v in os.environ.items() if k not in ("MODELS", "SHAPES", "LRS", "SEEDS", "JOBS", "NPROC", "PET_NNODES")}
         return subprocess.Popen(["bash", str(self.path / "sweep.sh"), *args], cwd=self.cwd, env={**clean, "PYTHON": sys.executable, **env}, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) # ignored where pytest itself runs in the background
 
     def sweep(self, *args, **env):
         # -> exit status, output, the runs that were started
