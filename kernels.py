@@ -5,6 +5,7 @@ savings in memory and traffic. Imports without triton; only calling a Triton ker
 """
 import ast
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,10 @@ def on_chip(x):
 
 def wide(x): # the dtype that all mixing is done in
     return torch.promote_types(x.dtype, torch.float32)
+
+def without_autocast(x): # the context itself costs as much as a small op
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 def blocks(x):
     # rows and columns of one program of a row kernel on x (R, C)
@@ -45,8 +50,8 @@ def blocks(x):
 # token: kept n + 1, moved 2n + 2 forward and 3n + 3 backward.
 
 def hc_coefficients(z, base, scale): # z (R, N, N+2), columns: read, what goes to each stream, write
-    v = base + scale * torch.tanh(z) # (R, N, N+2)
-    return v[..., 0], v[..., 1:-1].mT, v[..., -1]
+    read, mix, write = (base + scale * torch.tanh(z)).split((1, z.size(1), 1), dim=-1) # (R, N, .)
+    return read.squeeze(-1), mix.mT, write.squeeze(-1)
 
 class Sinkhorn(torch.autograd.Function):
     # M_t = M_{t-1} / S_t, S_t: sums of the columns where t is odd, of the rows where it is even: dM_{t-1} = (dM_t - <dM_t, M_t>) / S_t.
@@ -476,7 +481,7 @@ def torch_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
     us = dh * s # (R, C)
     dgain = (rs.T @ us).squeeze(0) # (C)
     ds = (dh * gain).mul_(rs).addcmul_(s, (us @ gain).unsqueeze(-1).mul_(rs**3), value=-1 / s.size(-1)) # (R, C)
-    dread = (v * ds.unsqueeze(1)).sum(dim=-1) # (R, N)
+    dread = torch.bmm(ds.unsqueeze(1), v.mT).squeeze(1) # (R, N)
     leaves, coefficients = op.graph
     dz, *dsmall = torch.autograd.grad(coefficients, leaves, (dread, *dc), retain_graph=True, allow_unused=True) # kept as long as the outer graph
     # z = (v @ W.T) r, r = (mean(v^2) + eps)^-1/2: dv = (r dz) @ W - v r^2 mean_K(dz z)
@@ -485,12 +490,12 @@ def torch_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
     g.view(-1, K).addmm_(p, W)
     g.view(len(X), -1, K).addcmul_(v.view(len(X), -1, K), t, value=-1 / K)
     dW = p.T @ v.view(-1, K)
-    dy = torch.bmm(write.unsqueeze(1), g).squeeze(1).to(y.dtype) # (R, C)
     if mix.dim() == 3: # X' = mix @ X + write y
-        dX, dmix, dwrite = torch.bmm(mix.mT, g), torch.bmm(g, x.mT), (g * y_).sum(dim=-1)
+        dX, dy = torch.bmm(torch.cat((mix.mT, write.unsqueeze(1)), 1), g).split((X.size(1), 1), dim=1) # (R, N, C), (R, 1, C)
+        dmix, dwrite = torch.bmm(g, x.mT), torch.bmm(y_, g.mT).squeeze(1)
     else: # MGR: X' = X + write (y - X), and mix = 1 - write
-        dX, dmix, dwrite = g * mix.unsqueeze(-1), None, (y_ - x).mul_(g).sum(dim=-1)
-    return dX.to(X.dtype), dy, dmix, dwrite, dW, dgain, *dsmall
+        dX, dy, dmix, dwrite = g * mix.unsqueeze(-1), torch.bmm(write.unsqueeze(1), g), None, (y_ - x).mul_(g).sum(dim=-1)
+    return dX.to(X.dtype), dy.squeeze(1).to(y.dtype), dmix, dwrite, dW, dgain, *dsmall
 
 class Connect(torch.autograd.Function):
 
@@ -506,7 +511,7 @@ class Connect(torch.autograd.Function):
     def backward(ctx, *grads):
         X, y, mix, write, W, gain, *rest = ctx.saved_tensors
         arithmetic = (mhc_backward if ctx.op.kind == "mhc" else stream_backward) if on_chip(X) else torch_backward
-        with torch.autocast(X.device.type, enabled=False):
+        with without_autocast(X):
             return None, *arithmetic(ctx.op, X, y, mix, write, W, gain, rest[:ctx.small], rest[ctx.small:], *grads)
 
 def stream_connect(op, state, norm, W, *small):
@@ -518,14 +523,14 @@ def stream_connect(op, state, norm, W, *small):
     mix, write = c if len(c) == 2 else (1 - c[0], c[0]) # MGR: (1 - gate) X + gate y
     mix = mix.diag_embed() if len(c) == 1 and on_chip(X) else mix
     op.norm_eps, op.grad = norm.eps, torch.is_grad_enabled()
-    with torch.autocast(X.device.type, enabled=False):
+    with without_autocast(X):
         h, X, *c = Connect.apply(op, *(t.flatten(0, 1).contiguous() for t in (X, y, mix, write)), W.contiguous(), norm.weight, *small)
     return h.view(B, T, C), X.view(B, T, N, C), *(t.unflatten(0, (B, T)) for t in c)
 
 def hc_settle(X, y=None, mix=None, write=None):
     if y is None:
         return X
-    with torch.autocast(X.device.type, enabled=False):
+    with without_autocast(X):
         X = (mix @ X.to(mix.dtype) + write.unsqueeze(-1) * y.unsqueeze(-2)).to(X.dtype) # (B, T, N, C)
     if X.requires_grad: # that of a sum over streams is expanded, for which bmm loops over the tokens
         X.register_hook(lambda dX: dX.contiguous())
@@ -547,7 +552,7 @@ def mhc_connect(state, hc, norm):
 def mgr_connect(state, mgr, norm):
     if mgr.w_b is None: # the sub-layers that append a stream, and the readout
         X = sys.modules[type(mgr).__module__].settle(*state) # (B, T, S, C)
-        with torch.autocast(X.device.type, enabled=False):
+        with without_autocast(X):
             x = X.to(wide(X))
             return norm((mgr(x)[0].unsqueeze(-2) @ x).squeeze(-2)).to(X.dtype), X
     competitive = mgr.config.competitive
@@ -566,7 +571,7 @@ def mgr_connect(state, mgr, norm):
 #
 # Pull backward: the backward of mix l leaves dO_l and <dO_l, O_l> in a ledger; that of source i runs after those of all mixes that
 # read it and makes dV_i in one pass. Saved per token and sub-layer: V, O, and the scalars lse and <dO, O>; p is made again.
-# Off the chip, complete sources are read by the tile of 16, once for a group of 16 mixes: a query is known before it is due.
+# Off the chip, complete sources are read by the tile of 8, once for a group of 8 mixes: a query is known before it is due.
 
 @jit
 def attnres_fwd_kernel(
@@ -688,66 +693,67 @@ class Ledger:
     # what one forward leaves for its one backward; every state carries it
 
     def __init__(self, queries, x):
-        self.queries, self.eps, self.chip, self.G = queries, queries[0].eps, on_chip(x), 1 if on_chip(x) else 16
+        self.queries, self.eps, self.chip, self.G = queries, queries[0].eps, on_chip(x), 1 if on_chip(x) else 8
         self.Q = torch.stack([(m.w * m.g).detach().to(wide(x)) for m in queries]) # (queries, C)
         self.dQ = torch.zeros_like(self.Q)
         self.V, self.r, self.carry, self.readers = [], [], [], [] # per source: (R, C), (R, 1), gradient of the sum that it is in, [[group, a, b]]
         self.tiles, self.tiled, self.group = [], (), None # [V (R, G, C), r (R, G, 1), dV, c], the sources in them
 
     def enter(self, res, ids):
-        # the group that answers res, the place in it, and the sources that are read one by one
-        n = len(self.tiled) if ids[:len(self.tiled)] == self.tiled else 0
-        if not self.chip and n == len(self.tiled) and len(ids) - 1 - n >= self.G: # the newest source may still grow
-            new = ids[n:n + self.G]
-            V, r = torch.stack([self.V[i] for i in new], 1), torch.stack([self.r[i] for i in new], 1) # (R, G, C), (R, G, 1)
-            for i, v in zip(new, V.unbind(1)):
-                self.V[i] = v
-            self.tiles.append([V, r, None, None])
-            self.tiled, n = self.tiled + new, n + self.G
+        # the group that answers res, and the place in it
         g = self.group
-        if g is None or g.n == len(g.q) or self.queries[g.at + g.n] is not res or g.tiles != n // self.G:
-            if g is not None:
-                g.O = None
-            g = self.group = Group(self, self.queries.index(res), n // self.G, ids[n])
-        g.n += 1
-        for i in ids[n:]:
+        if g is None or g.n == len(g.q) or self.queries[g.at + g.n] is not res or ids[:len(g.seen)] != g.seen:
+            done = ids[:-1] # the newest source may still grow
+            if not self.chip and len(done) > len(self.tiled) and done[:len(self.tiled)] == self.tiled:
+                for t in range(len(self.tiled) // self.G, -(-len(done) // self.G)): # the last tile may have been short
+                    new = done[t * self.G:(t + 1) * self.G]
+                    V, r = torch.stack([self.V[i] for i in new], 1), torch.stack([self.r[i] for i in new], 1) # (R, G, C), (R, G, 1)
+                    for i, v in zip(new, V.unbind(1)):
+                        self.V[i] = v
+                    self.tiles[t:] = [[V, r, None, None]]
+                self.tiled = done
+            g = self.group = Group(self, self.queries.index(res), self.tiled if done[:len(self.tiled)] == self.tiled else (), ids)
+        for i in ids[g.tiled:]:
             if self.readers[i] and self.readers[i][-1][0] is g:
-                self.readers[i][-1][2] = g.n
+                self.readers[i][-1][2] = g.n + 1
             else:
-                self.readers[i].append([g, g.n - 1, g.n])
-        return g, g.n - 1, ids[n:]
+                self.readers[i].append([g, g.n, g.n + 1])
+        g.n += 1
+        return g, g.n - 1
 
 class Group:
-    # up to G successive mixes that read the same tiles
+    # up to G successive mixes, which read a tile once
 
-    def __init__(self, led, at, tiles, lowest):
-        self.at, self.tiles, self.lowest, self.n = at, tiles, lowest, 0
-        self.q, self.dq, R = led.Q[at:at + led.G], led.dQ[at:at + led.G], len(led.V[0]) # (G, C)
-        self.lse, self.top, self.Z, self.O, self.dO = self.q.new_empty(R, len(self.q)), None, None, None, None # lse (R, G)
-        if tiles: # their part of the mix, for all queries of the group
-            s = torch.cat([(V @ self.q.T).mul_(r) for V, r, _, _ in led.tiles[:tiles]], 1) # (R, S, G)
-            self.top = s.amax(1) # (R, G)
-            e = s.sub_(self.top.unsqueeze(1)).exp_() # (R, S, G)
-            self.Z, self.O = e.sum(1), e.new_zeros(R, *self.q.shape) # (R, G), (R, G, C)
-            for e, (V, _, _, _) in zip(e.split(led.G, 1), led.tiles):
-                self.O.baddbmm_(e.mT, V)
+    def __init__(self, led, at, tiled, ids):
+        self.at, self.n, self.seen, self.tiled, self.lowest = at, 0, tiled, len(tiled), ids[len(tiled)]
+        self.q, self.dq, self.dO, R = led.Q[at:at + led.G], led.dQ[at:at + led.G], None, len(led.V[0]) # (G, C)
+        if led.chip:
+            return
+        self.O, self.lse = self.q.new_zeros(R, *self.q.shape), self.q.new_full((R, len(self.q)), float("-inf")) # (R, G, C), (R, G) over what is seen
+        if tiled:
+            tiles = self.prefix(led)
+            s = torch.cat([(V @ self.q.T).mul_(r) for V, r in tiles], 1) # (R, S, G)
+            self.lse = s.logsumexp(1) # (R, G)
+            for p, (V, _) in zip(s.sub_(self.lse.unsqueeze(1)).exp_().split(led.G, 1), tiles):
+                self.O.baddbmm_(p.mT, V)
 
-    def mix(self, j, V, r):
-        # O (R, C) of query j over the tiles and the sources V, r
-        s = torch.stack([v @ self.q[j] for v in V]).mul_(torch.stack(r).squeeze(-1)) # (S, R)
-        top = s.amax(0) if self.top is None else torch.maximum(s.amax(0), self.top[:, j]) # (R)
-        e = s.sub_(top).exp_() # (S, R)
-        Z, e = e.sum(0), e.unsqueeze(-1) # (R), (S, R, 1)
-        O = V[0] * e[0] # (R, C)
-        for v, e_ in zip(V[1:], e[1:]):
-            O.addcmul_(v, e_)
-        if self.top is not None:
-            scale = (self.top[:, j] - top).exp_() # (R)
-            Z.addcmul_(self.Z[:, j], scale)
-            O.addcmul_(self.O[:, j], scale.unsqueeze(-1))
-            self.O = None if j == len(self.q) - 1 else self.O
-        self.lse[:, j] = top + Z.log()
-        return O.div_(Z.unsqueeze(-1))
+    def prefix(self, led):
+        # of the tiles, what this group has read; a tile may have grown since
+        return [[x[:, :self.tiled - t * led.G] for x in tile if x is not None] for t, tile in enumerate(led.tiles[:-(-self.tiled // led.G)])]
+
+    def see(self, V, r, a, b):
+        # O (R, b-a, C) and lse (R, b-a) of queries a..b-1 over what they have seen and V (R, C)
+        s, lse = (V @ self.q[a:b].T).mul_(r), self.lse[:, a:b] # (R, b-a)
+        return self.O[:, a:b].lerp(V.unsqueeze(1), (s - lse).sigmoid_().unsqueeze(-1)), torch.logaddexp(lse, s)
+
+    def mix(self, j, ids, led):
+        # O (R, C) of query j over the tiles and the sources ids
+        for i in ids[len(self.seen):-1]: # complete: all queries that are still to come see them too
+            self.O[:, j:], self.lse[:, j:] = self.see(led.V[i], led.r[i], j, len(self.q))
+        self.seen = ids[:-1]
+        O, self.lse[:, j:j + 1] = self.see(led.V[ids[-1]], led.r[ids[-1]], j, j + 1)
+        self.O = None if j == len(self.q) - 1 else self.O
+        return O.squeeze(1)
 
     def pull(self, a, b, V, r, dV, c):
         # what mixes a..b-1 send to sources V (R, S, C), r (R, S, 1): added to dV (R, S, C), to c (R, S, 1) = sum_l ds_l s_l, to dq
@@ -755,15 +761,18 @@ class Group:
         s = (V @ q.T).mul_(r) # (R, S, M)
         p = (s - self.lse[:, None, a:b]).exp_() # (R, S, M)
         ds = (V @ dO.mT).sub_(self.D[:, None, a:b]).mul_(p) # (R, S, M)
-        if V.size(1) > 1:
-            dV.baddbmm_(p, dO)
-        else: # bmm is slow for one row
-            for m in range(b - a):
-                dV[:, 0].addcmul_(dO[:, m], p[:, 0, m:m + 1])
         c.add_(s.mul_(ds).sum(-1, keepdim=True))
         ds = ds.mul_(r).flatten(0, 1) # (R S, M)
-        dV.flatten(0, 1).addmm_(ds, q)
         self.dq[a:b].addmm_(ds.T, V.flatten(0, 1))
+        add = dV if dV.is_contiguous() else V.new_zeros(V.shape) # or bmm loops over tokens
+        if V.size(1) > 1:
+            add.baddbmm_(p, dO)
+        else: # bmm is slow for one row
+            for m in range(b - a):
+                add[:, 0].addcmul_(dO[:, m], p[:, 0, m:m + 1])
+        add.flatten(0, 1).addmm_(ds, q)
+        if add is not dV:
+            dV.add_(add)
 
 def rstd(x, eps):
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_() # (R, 1)
@@ -796,7 +805,7 @@ class Tap(torch.autograd.Function):
         led, i = ctx.led, ctx.i
         used_up(led)
         more = [x.reshape(led.V[i].shape) for x in (led.carry[i], grad) if x is not None]
-        with torch.autocast(led.V[i].device.type, enabled=False):
+        with without_autocast(led.V[i]):
             dV = (Tap.chip if led.chip else Tap.pull)(led, i, more) # (R, C)
         led.V[i] = led.carry[i] = None
         if ctx.prev is not None:
@@ -820,21 +829,22 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def pull(led, i, more):
         V, r = led.V[i].unsqueeze(1), led.r[i].unsqueeze(1) # (R, 1, C), (R, 1, 1)
-        dV, c = V.new_zeros(V.shape), r.new_zeros(r.shape) # contiguous, or bmm loops over tokens
+        dV, c = V.new_zeros(V.shape), r.new_zeros(r.shape)
         for g, a, b in led.readers[i]:
             if g.dO is None: # nothing was asked of it
                 continue
             g.pull(a, b, V, r, dV, c)
             if g.lowest == i: # all mixes of the group have been here
-                for tile in led.tiles[:g.tiles]:
+                for tile in led.tiles[:-(-g.tiled // led.G)]:
                     tile[2:] = (torch.zeros_like(x) for x in tile[:2]) if tile[2] is None else tile[2:]
+                for tile in g.prefix(led):
                     g.pull(0, g.n, *tile)
                 g.dO = None
-        t, j = divmod(led.tiled.index(i), led.G) if i in led.tiled else (None, None)
-        if t is not None and led.tiles[t][2] is not None:
-            dV, c = dV.add_(led.tiles[t][2][:, j:j + 1]), c.add_(led.tiles[t][3][:, j:j + 1])
-        if j == 0:
-            led.tiles[t] = None
+        if i in led.tiled:
+            t, j = divmod(led.tiled.index(i), led.G)
+            if led.tiles[t][2] is not None:
+                dV, c = dV.add_(led.tiles[t][2][:, j:j + 1]), c.add_(led.tiles[t][3][:, j:j + 1])
+            led.tiles[t] = None if j == 0 else led.tiles[t]
         dV = dV.addcmul_(V, c.mul_(r).mul_(r), value=-1 / V.size(-1)).squeeze(1) # (R, C)
         for x in more:
             dV.add_(x)
@@ -845,13 +855,12 @@ class Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, led, ids, x, res, gain, eps):
         # x, the newest source, is here for the order of the backward: no gradient is returned for it
-        g, j, ids = led.enter(res, ids)
-        V = [led.V[i] for i in ids] # S of (R, C)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
+            g, j = led.enter(res, ids)
             if led.chip:
-                O, h, g.lse = chip_mix(V, g.q[0], gain, led.eps, eps)
+                O, h, g.lse = chip_mix([led.V[i] for i in ids], g.q[0], gain, led.eps, eps)
             else:
-                O = g.mix(j, V, [led.r[i] for i in ids]) # (R, C)
+                O = g.mix(j, ids, led) # (R, C)
                 r = None if gain is None else rstd(O, eps) # (R, 1)
                 h = O if gain is None else (O * r).mul_(gain) # (R, C)
         ctx.led, ctx.g, ctx.j, ctx.eps = led, g, j, eps
@@ -863,7 +872,7 @@ class Mix(torch.autograd.Function):
         (O, r, gain), g, j, dgain = ctx.saved_tensors, ctx.g, ctx.j, None
         used_up(ctx.led)
         dh = dh.reshape(O.shape) # (R, C)
-        with torch.autocast(O.device.type, enabled=False):
+        with without_autocast(O):
             if ctx.led.chip:
                 g.dO, g.D, dgain = chip_norm_backward(dh, O, gain, ctx.eps)
                 return None, None, None, None, dgain, None
@@ -878,7 +887,7 @@ class Mix(torch.autograd.Function):
                 dgain = (r.T @ u).squeeze(0) # (C)
                 torch.mul(dh, gain, out=dO)
                 dO.mul_(r).addcmul_(O, (u @ gain).unsqueeze(-1).mul_(r**3), value=-1 / O.size(-1))
-            g.D[:, j:j + 1] = rowdot(dO, O)
+            g.D[:, j] = torch.linalg.vecdot(dO, O)
         return None, None, None, None, dgain, None
 
 def attnres_begin(self, x):
@@ -1070,7 +1079,7 @@ class LMLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, targets, grad):
         rows, n, loss, dx = max(1, 2**22 // w.size(0)), (targets != -1).sum(), 0, []
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             w_, dw = w.to(x.dtype), torch.zeros_like(w) if grad else None # (V, C)
             for x_, t in zip(x.flatten(0, -2).split(rows), targets.flatten().split(rows)):
                 s = (x_ @ w_.T).to(wide(x)) # (rows, V)
