@@ -4,6 +4,7 @@ same-named, same-signature one from here, out loud. Each is an autograd.Function
 savings in memory and traffic. Imports without triton; only calling a Triton kernel needs it.
 """
 import ast
+import math
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -489,7 +490,8 @@ def torch_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
     g = torch.addcmul(dnew.to(mix.dtype), read.unsqueeze(-1), ds.unsqueeze(1)) # (R, N, C) the whole gradient of X'
     g.view(-1, K).addmm_(p, W)
     g.view(len(X), -1, K).addcmul_(v.view(len(X), -1, K), t, value=-1 / K)
-    dW = p.T @ v.view(-1, K)
+    pieces = math.gcd(len(p), 8) # of the rows, for the threads: BLAS would share out J and K
+    dW = torch.bmm(p.reshape(pieces, -1, len(W)).mT, v.view(pieces, -1, K)).sum(0) # p.T @ v
     if mix.dim() == 3: # X' = mix @ X + write y
         dX, dy = torch.bmm(torch.cat((mix.mT, write.unsqueeze(1)), 1), g).split((X.size(1), 1), dim=1) # (R, N, C), (R, 1, C)
         dmix, dwrite = torch.bmm(g, x.mT), torch.bmm(y_, g.mT).squeeze(1)
@@ -741,19 +743,20 @@ class Group:
         # of the tiles, what this group has read; a tile may have grown since
         return [[x[:, :self.tiled - t * led.G] for x in tile if x is not None] for t, tile in enumerate(led.tiles[:-(-self.tiled // led.G)])]
 
-    def see(self, V, r, a, b):
-        # O (R, b-a, C) and lse (R, b-a) of queries a..b-1 over what they have seen and V (R, C)
+    def weigh(self, V, r, a, b):
+        # for queries a..b-1: p (R, b-a, 1), the weight of V (R, C) beside what they have seen, and lse (R, b-a) with it
         s, lse = (V @ self.q[a:b].T).mul_(r), self.lse[:, a:b] # (R, b-a)
-        return self.O[:, a:b].lerp(V.unsqueeze(1), (s - lse).sigmoid_().unsqueeze(-1)), torch.logaddexp(lse, s)
+        return (s - lse).sigmoid_().unsqueeze(-1), torch.logaddexp(lse, s)
 
     def mix(self, j, ids, led):
         # O (R, C) of query j over the tiles and the sources ids
         for i in ids[len(self.seen):-1]: # complete: all queries that are still to come see them too
-            self.O[:, j:], self.lse[:, j:] = self.see(led.V[i], led.r[i], j, len(self.q))
-        self.seen = ids[:-1]
-        O, self.lse[:, j:j + 1] = self.see(led.V[ids[-1]], led.r[ids[-1]], j, j + 1)
+            p, self.lse[:, j:] = self.weigh(led.V[i], led.r[i], j, len(self.q))
+            self.O[:, j:].lerp_(led.V[i].unsqueeze(1), p)
+        p, self.lse[:, j:j + 1] = self.weigh(led.V[ids[-1]], led.r[ids[-1]], j, j + 1)
+        O, self.seen = torch.lerp(self.O[:, j], led.V[ids[-1]], p[:, 0]), ids[:-1] # (R, C)
         self.O = None if j == len(self.q) - 1 else self.O
-        return O.squeeze(1)
+        return O
 
     def pull(self, a, b, V, r, dV, c):
         # what mixes a..b-1 send to sources V (R, S, C), r (R, S, 1): added to dV (R, S, C), to c (R, S, 1) = sum_l ds_l s_l, to dq
