@@ -533,7 +533,7 @@ def hc_settle(X, y=None, mix=None, write=None):
     if y is None:
         return X
     with without_autocast(X):
-        X = (mix @ X.to(mix.dtype) + write.unsqueeze(-1) * y.unsqueeze(-2)).to(X.dtype) # (B, T, N, C)
+        X = (torch.cat((mix, write.unsqueeze(-1)), -1) @ torch.cat((X, y.unsqueeze(-2)), -2).to(mix.dtype)).to(X.dtype) # (B, T, N, C)
     if X.requires_grad: # that of a sum over streams is expanded, for which bmm loops over the tokens
         X.register_hook(lambda dX: dX.contiguous())
     return X
