@@ -703,9 +703,8 @@ class Ledger:
 
     def enter(self, res, ids):
         # the group that answers res, and the place in it
-        g = self.group
-        if g is None or g.n == len(g.q) or self.queries[g.at + g.n] is not res or ids[:len(g.seen)] != g.seen:
-            done = ids[:-1] # the newest source may still grow
+        g, done = self.group, ids[:-1] # the newest source may still grow
+        if g is None or g.n == len(g.q) or self.queries[g.at + g.n] is not res or done[:len(g.seen)] != g.seen:
             if not self.chip and len(done) > len(self.tiled) and done[:len(self.tiled)] == self.tiled:
                 for t in range(len(self.tiled) // self.G, -(-len(done) // self.G)): # the last tile may have been short
                     new = done[t * self.G:(t + 1) * self.G]
@@ -779,9 +778,6 @@ class Group:
 
 def rstd(x, eps):
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_() # (R, 1)
-
-def rowdot(x, y):
-    return torch.bmm(x.unsqueeze(1), y.unsqueeze(2)).flatten(1) # (R, 1)
 
 def used_up(led):
     if led.V is None:

@@ -74,6 +74,19 @@ def test_every_gradient_in_float64(case, rows):
     assert all(torch.equal(got[n], again[n]) for n in got) # the same bits
     assert worst(stack(model, x, dy), want) == 0 # undone
 
+@pytest.mark.parametrize("b", [1, 2, 4])
+def test_a_block_on_an_older_state(b): # block 2 after block 0: its queries follow those of block 1, its sources do not
+    model = build(ATTNRES, n_layer=6, source_block=b)
+    x, dy = torch.randn(2, 2, 7, 24, dtype=torch.float64)
+    def run():
+        z = x.clone().requires_grad_()
+        state = model.h[0](model.begin(z))
+        model.h[1](state)
+        y = model.readout(model.h[4](model.h[3](model.h[2](state))))
+        params = {n: p for n, p in model.named_parameters() if n.startswith(("h.0", "h.2", "h.3", "h.4", "res_f"))}
+        return dict(zip(("y", "x", *params), (y.detach(), *torch.autograd.grad(y, (z, *params.values()), dy))))
+    assert worst(fused(run), run()) < 1e-10
+
 def test_means_far_from_zero():
     model = build(ATTNRES)
     x, dy = torch.randn(2, 2, 7, 24, dtype=torch.float64)
