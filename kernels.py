@@ -47,8 +47,8 @@ def blocks(x):
 #   s  = read @ X';  h = s * rstd(s) * gain
 #
 # Plain autograd keeps several FP32 copies of the streams and walks over them a dozen times. Kept here: X and y, in their own type, and
-# small tensors (off the chip also the coefficients' graph); X' is rebuilt (off the chip and by mHC it is kept: the next sub-layer keeps the same tensor, as its X). In vectors of one
-# token: kept n + 1, moved 2n + 2 forward and 3n + 3 backward.
+# small tensors (off the chip also the coefficients' graph); X' is rebuilt (off the chip and by mHC it is kept: the next sub-layer keeps
+# the same tensor, as its X). In vectors of one token: kept n + 1, moved 2n + 2 forward and 3n + 3 backward.
 
 def hc_coefficients(z, base, scale): # z (R, N, N+2), columns: read, what goes to each stream, write
     read, mix, write = (base + scale * torch.tanh(z)).split((1, z.size(1), 1), dim=-1) # (R, N, .)
@@ -726,7 +726,7 @@ class Group:
     # up to G successive mixes, which read a tile once
 
     def __init__(self, led, at, tiled, ids):
-        self.at, self.n, self.seen, self.tiled, self.lowest = at, 0, tiled, len(tiled), ids[len(tiled)]
+        self.at, self.n, self.seen, self.tiled, self.tiles, self.lowest = at, 0, tiled, len(tiled), -(-len(tiled) // led.G), ids[len(tiled)]
         self.q, self.dq, self.dO, R = led.Q[at:at + led.G], led.dQ[at:at + led.G], None, len(led.V[0]) # (G, C)
         if led.chip:
             return
@@ -740,7 +740,7 @@ class Group:
 
     def prefix(self, led):
         # of the tiles, what this group has read; a tile may have grown since
-        return [[x[:, :self.tiled - t * led.G] for x in tile if x is not None] for t, tile in enumerate(led.tiles[:-(-self.tiled // led.G)])]
+        return [[x[:, :self.tiled - t * led.G] for x in tile if x is not None] for t, tile in enumerate(led.tiles[:self.tiles])]
 
     def weigh(self, V, r, a, b):
         # for queries a..b-1: p (R, b-a, 1), the weight of V (R, C) beside what they have seen, and lse (R, b-a) with it
@@ -834,7 +834,7 @@ class Tap(torch.autograd.Function):
                 continue
             g.pull(a, b, V, r, dV, c)
             if g.lowest == i: # all mixes of the group have been here
-                for tile in led.tiles[:-(-g.tiled // led.G)]:
+                for tile in led.tiles[:g.tiles]:
                     tile[2:] = (torch.zeros_like(x) for x in tile[:2]) if tile[2] is None else tile[2:]
                 for tile in g.prefix(led):
                     g.pull(0, g.n, *tile)
@@ -843,7 +843,8 @@ class Tap(torch.autograd.Function):
             t, j = divmod(led.tiled.index(i), led.G)
             if led.tiles[t][2] is not None:
                 dV, c = dV.add_(led.tiles[t][2][:, j:j + 1]), c.add_(led.tiles[t][3][:, j:j + 1])
-            led.tiles[t] = None if j == 0 else led.tiles[t]
+            if j == 0:
+                led.tiles[t] = None
         dV = dV.addcmul_(V, c.mul_(r).mul_(r), value=-1 / V.size(-1)).squeeze(1) # (R, C)
         for x in more:
             dV.add_(x)

@@ -74,7 +74,7 @@ def test_every_gradient_in_float64(case, rows):
     assert all(torch.equal(got[n], again[n]) for n in got) # the same bits
     assert worst(stack(model, x, dy), want) == 0 # undone
 
-@pytest.mark.parametrize("b", [1, 2, 4])
+@pytest.mark.parametrize("b", [1, 2])
 def test_a_block_on_an_older_state(b): # block 2 after block 0: its queries follow those of block 1, its sources do not
     model = build(ATTNRES, n_layer=6, source_block=b)
     x, dy = torch.randn(2, 2, 7, 24, dtype=torch.float64)
@@ -101,7 +101,7 @@ def broken_ledger(monkeypatch, name, change):
     ("pull", lambda g, right, a, b, V, r, dV, c: right(g, a, b, V, r, dV, torch.zeros_like(c))), # no gradient through the rms of the key
     ("pull", lambda g, right, a, b, V, r, dV, c: V.size(1) > 1 or right(g, a, b, V, r, dV, c)), # tiles forgotten
     ("weigh", lambda g, right, V, r, a, b: (right(g, V, r, a, b)[0] * (b - a > 1 or g.lse.isinf().any()), right(g, V, r, a, b)[1])), # the newest source forgotten
-    ("prefix", lambda g, right, led: [[x for x in tile if x is not None] for tile in led.tiles[:-(-g.tiled // led.G)]])]) # a tile has grown since
+    ("prefix", lambda g, right, led: [[x for x in tile if x is not None] for tile in led.tiles[:g.tiles]])]) # a tile has grown since
 def test_broken_twins_are_caught(monkeypatch, name, change):
     model = build(ATTNRES, n_layer=9)
     x, dy = torch.randn(2, 1, 7, 24, dtype=torch.float64)
