@@ -47,46 +47,67 @@ def blocks(x):
 #   s  = read @ X';  h = s * rstd(s) * gain
 #
 # Plain autograd keeps several FP32 copies of the streams and walks over them a dozen times. Kept here: X and y, in their own type, and
-# small tensors (off the chip also the coefficients' graph); X' is rebuilt (off the chip and by mHC it is kept: the next sub-layer keeps
-# the same tensor, as its X). In vectors of one token: kept n + 1, moved 2n + 2 forward and 3n + 3 backward.
+# small tensors (off the chip also Sinkhorn's sums); X' is rebuilt (off the chip and by mHC it is kept: the next sub-layer keeps the same
+# tensor, as its X). In vectors of one token: kept n + 1, moved 2n + 2 forward and 3n + 3 backward.
+
+# Off the chip, of every kind: (z, *small) -> (read, mix where there is one, write), what is kept; and back: -> dz and the gradients of small
 
 def hc_coefficients(z, base, scale): # z (R, N, N+2), columns: read, what goes to each stream, write
-    read, mix, write = (base + scale * torch.tanh(z)).split((1, z.size(1), 1), dim=-1) # (R, N, .)
-    return read.squeeze(-1), mix.mT, write.squeeze(-1)
+    v = torch.tanh(z)
+    c = torch.addcmul(base, scale, v) # (R, N, N+2)
+    return (c[..., 0].contiguous(), c[..., 1:-1].mT.contiguous(), c[..., -1].contiguous()), (v,)
 
-class Sinkhorn(torch.autograd.Function):
-    # M_t = M_{t-1} / S_t, S_t: sums of the columns where t is odd, of the rows where it is even: dM_{t-1} = (dM_t - <dM_t, M_t>) / S_t.
-    # Kept: S_t and the last M, which walks back
+def hc_coefficients_bwd(kept, base, scale, dread, dmix, dwrite):
+    (v,), dc = kept, torch.cat((dread.unsqueeze(-1), dmix.mT, dwrite.unsqueeze(-1)), dim=-1) # (R, N, N+2)
+    vdc = v * dc
+    return torch.addcmul(dc, v, vdc, value=-1).mul_(scale), dc.sum(0), vdc.sum((0, 1))
 
-    @staticmethod
-    def forward(ctx, M, steps):
-        S = []
-        for t in range(1, steps + 1):
-            S.append(M.sum(dim=1 - t % 2, keepdim=True).add_(1e-6))
-            M = M / S[0] if t == 1 else M.div_(S[-1]) # (N, N, R)
-        ctx.save_for_backward(M, *S)
-        return M
+def which_alpha(b, n): # of every row of Phi: 0 read, 1 write, 2 mix
+    return torch.arange(len(b), device=b.device).div(n, rounding_mode="floor").clamp(max=2) # (M)
 
-    @staticmethod
-    def backward(ctx, dM):
-        M, *S = ctx.saved_tensors
-        M, Q = M.clone(), dM.contiguous() * M # (N, N, R), Q_t = dM_t M_t: Q_{t-1} = Q_t - <dM_t, M_t> M_t
+def mhc_coefficients(z, b, alpha, P, n, iters): # z (R, 1, M)
+    pre, post, res = torch.addcmul(b, alpha[which_alpha(b, n)], z.squeeze(1)).tensor_split((n, 2 * n), dim=-1)
+    read, half, S = pre.sigmoid(), post.sigmoid(), []
+    if iters == 0: # mHC-lite
+        p = res.softmax(dim=-1) # (R, N!)
+        return (read, (p @ P).unflatten(-1, (n, n)), 2 * half), (z, read, half, p)
+    p = res.T.unflatten(0, (n, n)).softmax(dim=1) # (N, N, R) with the tokens innermost
+    M = p + 1e-6
+    for t in range(1, 2 * iters): # M_t = M_{t-1} / S_t, S_t: sums of the columns where t is odd, of the rows where it is even
+        S.append(M.sum(dim=1 - t % 2, keepdim=True).add_(1e-6))
+        M.div_(S[-1])
+    return (read, M.permute(2, 0, 1).contiguous(), 2 * half), (z, read, half, p, M, *S)
+
+def mhc_coefficients_bwd(kept, b, alpha, dread, dmix, dwrite, P, n, iters):
+    z, read, half, p, *MS = kept
+    if iters == 0:
+        dp, dim = dmix.flatten(1) @ P.T, 1 # (R, N!)
+    else:
+        M, S, dim = MS[0].clone(), MS[1:], 1 # the last M walks back
+        Q = dmix.permute(1, 2, 0).contiguous() * M # (N, N, R), Q_t = dM_t M_t and dM_{t-1} = (dM_t - <dM_t, M_t>) / S_t: Q_{t-1} = Q_t - <dM_t, M_t> M_t
         for t in range(len(S), 0, -1):
             Q.addcmul_(Q.sum(dim=1 - t % 2, keepdim=True), M, value=-1)
             M.mul_(S[t - 1])
-        return Q.div_(M), None
-
-def mhc_coefficients(z, b, alpha, P, n, iters): # z (R, 1, M)
-    pre, post, res = (a * z + b for a, z, b in zip(alpha, z[:, 0].tensor_split((n, 2 * n), dim=-1), b.tensor_split((n, 2 * n))))
-    if iters == 0: # mHC-lite
-        return pre.sigmoid(), (res.softmax(dim=-1) @ P).unflatten(-1, (n, n)), 2 * post.sigmoid()
-    M = Sinkhorn.apply(res.T.unflatten(0, (n, n)).softmax(dim=1) + 1e-6, 2 * iters - 1) # (N, N, R) with the tokens innermost
-    return pre.sigmoid(), M.permute(2, 0, 1), 2 * post.sigmoid()
+        dp = Q.div_(M)
+    dp = dp.sub_((p * dp).sum(dim=1, keepdim=True)).mul_(p) # through the softmax, of both
+    dlogit = torch.cat((dread * read * (1 - read), dwrite * 2 * half * (1 - half), dp.flatten(0, 1).T if iters else dp), dim=-1) # (R, M)
+    part = which_alpha(b, n)
+    return (dlogit * alpha[part]).unsqueeze(1), dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z.squeeze(1)).sum(0))
 
 def mgr_coefficients(z, base, c_0, competitive): # z (R, N, 2), columns: read, gate
     a, q = (z + base).unbind(-1) # (R, N)
-    gates = torch.cat((c_0[1:].expand(len(q), 1), q), dim=-1).softmax(dim=-1)[..., 1:] if competitive else q.sigmoid()
-    return a.softmax(dim=-1), gates
+    read = a.softmax(dim=-1)
+    gates = torch.cat((c_0[1:].expand(len(q), 1), q), dim=-1).softmax(dim=-1)[:, 1:].contiguous() if competitive else q.sigmoid()
+    return (read, gates), (read, gates)
+
+def mgr_coefficients_bwd(kept, base, c_0, dread, dgates, competitive):
+    read, gates = kept
+    da, dq = read * dread, gates * dgates # through a softmax: read (dread - <read, dread>), also for c_0, whose own gradient is 0
+    da.addcmul_(read, da.sum(dim=-1, keepdim=True), value=-1)
+    dot = dq.sum(dim=-1, keepdim=True) if competitive else dq # (R, 1), and of a sigmoid an entry's own
+    dq = dq.addcmul(gates, dot, value=-1)
+    dz = torch.stack((da, dq), dim=-1) # (R, N, 2)
+    return dz, dz.sum(0), F.pad(-dq.sum().view(1), (1, 0)) if competitive else torch.zeros_like(c_0) # what softmax gives sums to 0 with c_0's
 
 # HC and MGR, where W is small: one token at a time, everything about it in registers
 
@@ -451,7 +472,7 @@ def mhc_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, dnew_mix
     dread, a, dgain, dlogit, dh = torch.empty_like(read), mix.new_empty(R), mix.new_empty(P, C), torch.empty_like(z), dh.contiguous()
     mhc_read_kernel[(P,)](new, read, gain, dh, rs, dh, dread, a, dgain, R, op.norm_eps, C=C, N=N, BACKWARD=True, BLOCK_N=power(N), BLOCK_C=power(C), num_warps=warps(X))
     mhc_coefficients_kernel[(triton.cdiv(R, 16),)](z, b, alpha, op.P, dread, dnew_mix.contiguous(), dnew_write.contiguous(), dlogit, R, BACKWARD=True, **mhc_sizes(op, X, W))
-    part = torch.arange(M, device=z.device).div(N, rounding_mode="floor").clamp(max=2) # which of the three alphas
+    part = which_alpha(b, N)
     dz = dlogit * alpha[part] # (R, M)
     dX, dy, dpart, dW = torch.empty_like(X), torch.empty_like(y), mix.new_empty(chunks, R, N, N + 1), mix.new_empty(splits, M, N * C)
     mhc_write_bwd_kernel[(chunks, splits)](X, y, mix, write, W, gain, read, rs, a, dz * r.unsqueeze(1), r.square() * (dz * z).sum(1) / (N * C), dh, dnew.contiguous(),
@@ -460,38 +481,39 @@ def mhc_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, dnew_mix
     return dX, dy, dmix, dwrite.squeeze(-1), dW.sum(0), dgain.sum(0), dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z).sum(0))
 
 def torch_forward(op, X, y, mix, write, W, gain, *small):
-    K, x, y = W.size(1), X.to(mix.dtype), y.to(mix.dtype).unsqueeze(1) # (R, N, C), (R, 1, C)
-    v = torch.bmm(mix, x).addcmul_(write.unsqueeze(-1), y) if mix.dim() == 3 else torch.lerp(x, y, write.unsqueeze(-1)) # (R, N, C)
-    new = v.to(X.dtype)
-    v = new.to(mix.dtype) # rounded as it is kept
+    K, dtype, new = W.size(1), wide(X), X
+    if y is not None:
+        x, y = X.to(dtype), y.to(dtype).unsqueeze(1) # (R, N, C), (R, 1, C)
+        v = torch.bmm(mix, x).addcmul_(write.unsqueeze(-1), y) if mix.dim() == 3 else torch.lerp(x, y, write.unsqueeze(-1)) # (R, N, C)
+        new = v.to(X.dtype)
+    v = new.to(dtype) # rounded as it is kept
     r = rstd(v.view(len(X), -1, K), op.eps) # (R, N, 1) or (R, 1, 1)
     z = (v.view(-1, K) @ W.T).view(len(X), -1, len(W)).mul_(r) # (R, N, J) or (R, 1, M)
-    with torch.set_grad_enabled(op.grad): # the coefficients are small: autograd does them
-        leaves = [t.detach().requires_grad_(op.grad) for t in (z, *small)]
-        op.graph = leaves, op.coefficients(*leaves)
-    read, *c = (t.detach().contiguous() for t in op.graph[1])
+    (read, *c), kept = op.coefficients(z, *small)
     s = torch.bmm(read.unsqueeze(1), v).squeeze(1) # (R, C)
     rs = rstd(s, op.norm_eps) # (R, 1)
-    return (s.mul_(rs).mul_(gain).to(X.dtype), new, *c), (z, r, rs, read, new) # X' is kept at no cost: it is the X of the next sub-layer
+    return (s.mul_(rs).mul_(gain).to(X.dtype), new, *c), (z, r, rs, read, new, *kept) # X' is kept at no cost: it is the X of the next sub-layer
 
 def torch_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, *dc):
-    (z, r, rs, read, new), K = saved, W.size(1)
-    v, x, y_, dh = (t.to(mix.dtype) for t in (new, X, y.unsqueeze(1), dh)) # (R, N, C), (R, N, C), (R, 1, C), (R, C)
+    (z, r, rs, read, new, *kept), K = saved, W.size(1)
+    v, dh = new.to(z.dtype), dh.to(z.dtype) # (R, N, C), (R, C)
     # h = s rs gain, rs = (mean(s^2) + eps)^-1/2: ds = rs (u - s rs^2 mean(u s)) with u = dh gain
     s = torch.bmm(read.unsqueeze(1), v).squeeze(1) # (R, C)
     us = dh * s # (R, C)
     dgain = (rs.T @ us).squeeze(0) # (C)
     ds = (dh * gain).mul_(rs).addcmul_(s, (us @ gain).unsqueeze(-1).mul_(rs**3), value=-1 / s.size(-1)) # (R, C)
     dread = torch.bmm(ds.unsqueeze(1), v.mT).squeeze(1) # (R, N)
-    leaves, coefficients = op.graph
-    dz, *dsmall = torch.autograd.grad(coefficients, leaves, (dread, *dc), retain_graph=True, allow_unused=True) # kept as long as the outer graph
+    dz, *dsmall = op.coefficients_bwd(kept, *small, dread, *dc)
     # z = (v @ W.T) r, r = (mean(v^2) + eps)^-1/2: dv = (r dz) @ W - v r^2 mean_K(dz z)
     t, p = (dz * z).sum(dim=-1, keepdim=True).mul_(r).mul_(r), (r * dz).flatten(0, 1) # as r, (R*N, J) or (R, M)
-    g = torch.addcmul(dnew.to(mix.dtype), read.unsqueeze(-1), ds.unsqueeze(1)) # (R, N, C) the whole gradient of X'
+    g = torch.addcmul(dnew.to(z.dtype), read.unsqueeze(-1), ds.unsqueeze(1)) # (R, N, C) the whole gradient of X'
     g.view(-1, K).addmm_(p, W)
     g.view(len(X), -1, K).addcmul_(v.view(len(X), -1, K), t, value=-1 / K)
     pieces = math.gcd(len(p), 8) # of the rows, for the threads: BLAS would share out J and K
     dW = torch.bmm(p.reshape(pieces, -1, len(W)).mT, v.view(pieces, -1, K)).sum(0) # p.T @ v
+    if y is None: # nothing was pending: X' = X
+        return g.to(X.dtype), None, None, None, dW, dgain, *dsmall
+    x, y_ = X.to(z.dtype), y.to(z.dtype).unsqueeze(1) # (R, N, C), (R, 1, C)
     if mix.dim() == 3: # X' = mix @ X + write y
         dX, dy = torch.bmm(torch.cat((mix.mT, write.unsqueeze(1)), 1), g).split((X.size(1), 1), dim=1) # (R, N, C), (R, 1, C)
         dmix, dwrite = torch.bmm(g, x.mT), torch.bmm(y_, g.mT).squeeze(1)
@@ -517,16 +539,16 @@ class Connect(torch.autograd.Function):
             return None, *arithmetic(ctx.op, X, y, mix, write, W, gain, rest[:ctx.small], rest[ctx.small:], *grads)
 
 def stream_connect(op, state, norm, W, *small):
-    X, y, *c = state if len(state) > 1 else (state[0], torch.zeros_like(state[0][:, :, 0])) # nothing is pending: 0 is written
+    X, y, *c = state if len(state) > 1 else (state[0], None) # nothing is pending
     B, T, N, C = X.shape
-    if not c:
-        write = X.new_zeros(B, T, N, dtype=wide(X)) # (B, T, N)
+    if y is None and on_chip(X): # there 0 is written
+        y, write = torch.zeros_like(X[:, :, 0]), X.new_zeros(B, T, N, dtype=wide(X)) # (B, T, C), (B, T, N)
         c = (write,) if op.kind[:3] == "mgr" else (torch.eye(N, dtype=write.dtype, device=X.device).expand(B, T, N, N), write)
-    mix, write = c if len(c) == 2 else (1 - c[0], c[0]) # MGR: (1 - gate) X + gate y
+    mix, write = c if len(c) == 2 else (1 - c[0], c[0]) if c else (None, None) # MGR: (1 - gate) X + gate y
     mix = mix.diag_embed() if len(c) == 1 and on_chip(X) else mix
-    op.norm_eps, op.grad = norm.eps, torch.is_grad_enabled()
+    op.norm_eps = norm.eps
     with without_autocast(X):
-        h, X, *c = Connect.apply(op, *(t.flatten(0, 1).contiguous() for t in (X, y, mix, write)), W.contiguous(), norm.weight, *small)
+        h, X, *c = Connect.apply(op, *(t if t is None else t.flatten(0, 1).contiguous() for t in (X, y, mix, write)), W.contiguous(), norm.weight, *small)
     return h.view(B, T, C), X.view(B, T, N, C), *(t.unflatten(0, (B, T)) for t in c)
 
 def hc_settle(X, y=None, mix=None, write=None):
@@ -539,7 +561,7 @@ def hc_settle(X, y=None, mix=None, write=None):
     return X
 
 def hc_connect(state, hc, norm):
-    op, base = SimpleNamespace(kind="hc", coefficients=hc_coefficients, eps=1e-8), torch.cat((hc.A, hc.B.unsqueeze(-1)), dim=1) # (N, N+2)
+    op, base = SimpleNamespace(kind="hc", coefficients=hc_coefficients, coefficients_bwd=hc_coefficients_bwd, eps=1e-8), torch.cat((hc.A, hc.B.unsqueeze(-1)), dim=1) # (N, N+2)
     if not hc.config.dynamic:
         return stream_connect(op, state, norm, base.new_zeros(base.size(1), norm.weight.numel()), base, base.new_zeros(base.size(1)))
     W, scale = torch.cat((hc.W_a, hc.w_b.unsqueeze(0))), torch.cat((hc.s_a.expand(len(hc.W_a)), hc.s_b.view(1))) # (N+2, C), (N+2)
@@ -547,8 +569,8 @@ def hc_connect(state, hc, norm):
 
 def mhc_connect(state, hc, norm):
     iters, P = hc.config.sinkhorn_iters, getattr(hc, "P", None)
-    coefficients = partial(mhc_coefficients, P=P, n=state[0].size(2), iters=iters)
-    op = SimpleNamespace(kind="mhc", coefficients=coefficients, eps=hc.config.norm_eps, iters=iters, P=hc.b if P is None else P)
+    coefficients, back = (partial(f, P=P, n=state[0].size(2), iters=iters) for f in (mhc_coefficients, mhc_coefficients_bwd))
+    op = SimpleNamespace(kind="mhc", coefficients=coefficients, coefficients_bwd=back, eps=hc.config.norm_eps, iters=iters, P=hc.b if P is None else P)
     return stream_connect(op, state, norm, hc.Phi, hc.b, hc.alpha)
 
 def mgr_connect(state, mgr, norm):
@@ -559,7 +581,8 @@ def mgr_connect(state, mgr, norm):
             return norm((mgr(x)[0].unsqueeze(-2) @ x).squeeze(-2)).to(X.dtype), X
     competitive = mgr.config.competitive
     X, *c = state if len(state) == 3 or len(state) == 1 else (torch.cat((state[0], state[1].unsqueeze(2)), dim=2),)
-    op = SimpleNamespace(kind="mgr" if competitive else "mgr_independent", coefficients=partial(mgr_coefficients, competitive=competitive), eps=mgr.config.norm_eps)
+    coefficients, back = (partial(f, competitive=competitive) for f in (mgr_coefficients, mgr_coefficients_bwd))
+    op = SimpleNamespace(kind="mgr" if competitive else "mgr_independent", coefficients=coefficients, coefficients_bwd=back, eps=mgr.config.norm_eps)
     W = torch.stack((torch.zeros_like(mgr.w_b) if mgr.w_a is None else mgr.w_a, mgr.w_b)) * mgr.w_b.numel() ** -0.5 # (2, C) no query where N = 1
     base, c_0 = F.pad(mgr.c[competitive:X.size(2) + competitive].unsqueeze(-1), (1, 0)), F.pad(mgr.c[:1] * competitive, (1, 0)) # (N, 2), (2)
     return stream_connect(op, (X, *c), norm, W, base, c_0)
