@@ -81,9 +81,9 @@ def mhc_coefficients(z, b, alpha, P, n, iters): # z (R, 1, M)
 def mhc_coefficients_bwd(kept, b, alpha, dread, dmix, dwrite, P, n, iters):
     z, read, half, p, *MS = kept
     if iters == 0:
-        dp, dim = dmix.flatten(1) @ P.T, 1 # (R, N!)
+        dp = dmix.flatten(1) @ P.T # (R, N!)
     else:
-        M, S, dim = MS[0].clone(), MS[1:], 1 # the last M walks back
+        M, S = MS[0].clone(), MS[1:] # the last M walks back
         Q = dmix.permute(1, 2, 0).contiguous() * M # (N, N, R), Q_t = dM_t M_t and dM_{t-1} = (dM_t - <dM_t, M_t>) / S_t: Q_{t-1} = Q_t - <dM_t, M_t> M_t
         for t in range(len(S), 0, -1):
             Q.addcmul_(Q.sum(dim=1 - t % 2, keepdim=True), M, value=-1)

@@ -67,7 +67,9 @@ BROKEN = { # what is put in place of a part of the arithmetic
     "gradient of X' forgotten": ("mgr", "torch_backward", lambda right: lambda *args: right(*args[:10], 0 * args[10], *args[11:])),
     "read in place of write": ("mgr", "torch_forward", lambda right: lambda op, X, y, mix, write, *args: right(op, X, y, mix, 1 - write, *args)),
     "gradient through the norm forgotten": ("hc", "torch_backward", lambda right: lambda *args: right(*args[:8], (*args[8][:2], 0 * args[8][2], *args[8][3:]), *args[9:])),
-    "Sinkhorn's steps forgotten": ("mhc", "mhc_coefficients_bwd", lambda right: lambda kept, *args, **kwargs: right(kept[:5], *args, **kwargs))}
+    "Sinkhorn's steps forgotten": ("mhc", "mhc_coefficients_bwd", lambda right: lambda kept, *args, **kwargs: right(kept[:5], *args, **kwargs)),
+    "gradient of mix transposed": ("hc", "hc_coefficients_bwd", lambda right: lambda *args: right(*args[:4], args[4].mT, args[5])),
+    "gradient of c_0 forgotten": ("mgr", "mgr_coefficients_bwd", lambda right: lambda *args, **kwargs: (*right(*args, **kwargs)[:2], 0 * args[2]))}
 
 @pytest.mark.parametrize("twin", BROKEN)
 def test_broken_twins_are_caught(twin, monkeypatch):
