@@ -65,6 +65,10 @@ def hc_coefficients_bwd(kept, base, scale, dread, dmix, dwrite):
 def which_alpha(b, n): # of every row of Phi: 0 read, 1 write, 2 mix
     return torch.arange(len(b), device=b.device).div(n, rounding_mode="floor").clamp(max=2) # (M)
 
+def mhc_logits_bwd(dlogit, z, b, alpha, n): # logit = alpha z + b, (R, M) -> dz, db, dalpha
+    part = which_alpha(b, n)
+    return dlogit * alpha[part], dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z).sum(0))
+
 def mhc_coefficients(z, b, alpha, P, n, iters): # z (R, 1, M)
     pre, post, res = torch.addcmul(b, alpha[which_alpha(b, n)], z.squeeze(1)).tensor_split((n, 2 * n), dim=-1)
     read, half, S = pre.sigmoid(), post.sigmoid(), []
@@ -91,8 +95,8 @@ def mhc_coefficients_bwd(kept, b, alpha, dread, dmix, dwrite, P, n, iters):
         dp = Q.div_(M)
     dp = dp.sub_((p * dp).sum(dim=1, keepdim=True)).mul_(p) # through the softmax, of both
     dlogit = torch.cat((dread * read * (1 - read), dwrite * 2 * half * (1 - half), dp.flatten(0, 1).T if iters else dp), dim=-1) # (R, M)
-    part = which_alpha(b, n)
-    return (dlogit * alpha[part]).unsqueeze(1), dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z.squeeze(1)).sum(0))
+    dz, db, dalpha = mhc_logits_bwd(dlogit, z.squeeze(1), b, alpha, n)
+    return dz.unsqueeze(1), db, dalpha
 
 def mgr_coefficients(z, base, c_0, competitive): # z (R, N, 2), columns: read, gate
     a, q = (z + base).unbind(-1) # (R, N)
@@ -472,13 +476,12 @@ def mhc_backward(op, X, y, mix, write, W, gain, small, saved, dh, dnew, dnew_mix
     dread, a, dgain, dlogit, dh = torch.empty_like(read), mix.new_empty(R), mix.new_empty(P, C), torch.empty_like(z), dh.contiguous()
     mhc_read_kernel[(P,)](new, read, gain, dh, rs, dh, dread, a, dgain, R, op.norm_eps, C=C, N=N, BACKWARD=True, BLOCK_N=power(N), BLOCK_C=power(C), num_warps=warps(X))
     mhc_coefficients_kernel[(triton.cdiv(R, 16),)](z, b, alpha, op.P, dread, dnew_mix.contiguous(), dnew_write.contiguous(), dlogit, R, BACKWARD=True, **mhc_sizes(op, X, W))
-    part = which_alpha(b, N)
-    dz = dlogit * alpha[part] # (R, M)
+    dz, db, dalpha = mhc_logits_bwd(dlogit, z, b, alpha, N)
     dX, dy, dpart, dW = torch.empty_like(X), torch.empty_like(y), mix.new_empty(chunks, R, N, N + 1), mix.new_empty(splits, M, N * C)
     mhc_write_bwd_kernel[(chunks, splits)](X, y, mix, write, W, gain, read, rs, a, dz * r.unsqueeze(1), r.square() * (dz * z).sum(1) / (N * C), dh, dnew.contiguous(),
                                            dX, dy, dpart, dW, R, C=C, N=N, M=M, BLOCK_R=16, BLOCK_M=power(M, 16), BLOCK_C=64, num_warps=8)
     dmix, dwrite = dpart.sum(0).split((N, 1), dim=-1) # (R, N, N), (R, N, 1)
-    return dX, dy, dmix, dwrite.squeeze(-1), dW.sum(0), dgain.sum(0), dlogit.sum(0), torch.zeros_like(alpha).index_add_(0, part, (dlogit * z).sum(0))
+    return dX, dy, dmix, dwrite.squeeze(-1), dW.sum(0), dgain.sum(0), db, dalpha
 
 def torch_forward(op, X, y, mix, write, W, gain, *small):
     K, dtype, new = W.size(1), wide(X), X
@@ -561,7 +564,8 @@ def hc_settle(X, y=None, mix=None, write=None):
     return X
 
 def hc_connect(state, hc, norm):
-    op, base = SimpleNamespace(kind="hc", coefficients=hc_coefficients, coefficients_bwd=hc_coefficients_bwd, eps=1e-8), torch.cat((hc.A, hc.B.unsqueeze(-1)), dim=1) # (N, N+2)
+    op = SimpleNamespace(kind="hc", coefficients=hc_coefficients, coefficients_bwd=hc_coefficients_bwd, eps=1e-8)
+    base = torch.cat((hc.A, hc.B.unsqueeze(-1)), dim=1) # (N, N+2)
     if not hc.config.dynamic:
         return stream_connect(op, state, norm, base.new_zeros(base.size(1), norm.weight.numel()), base, base.new_zeros(base.size(1)))
     W, scale = torch.cat((hc.W_a, hc.w_b.unsqueeze(0))), torch.cat((hc.s_a.expand(len(hc.W_a)), hc.s_b.view(1))) # (N+2, C), (N+2)
